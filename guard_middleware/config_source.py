@@ -1,0 +1,173 @@
+"""Where the settings come from, and the texts of the environment brought into the shape that the fields expect."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic_settings import PydanticBaseSettingsSource
+
+from guard_middleware.config_endpoint import Entry, read_entries
+from guard_middleware.config_json import Unreadable, parse_json
+from guard_middleware.config_parse import Problem, nearest, unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from pydantic.fields import FieldInfo
+
+_MODELS, _FILE = "GUARD_MODELS", "GUARD_MODELS_FILE"
+_BUDGETS, _ROLES, _IGNORED = "GPU_CONCURRENCY_BUDGETS", "GPU_RESERVED_ROLES", "GUARD_IGNORE_VARIABLES"
+_OWN_PREFIX = "GUARD_"
+_SHARED_PREFIXES = ("MODEL_", "GPU_", "KG_")
+_RESEMBLES = 0.85
+_SERVICE_LINK = re.compile(r"GUARD_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+"""What Kubernetes puts into every container for a service whose name begins with "guard"."""
+
+
+class Environment(PydanticBaseSettingsSource):
+    """The environment: exact names, blank means not set, and no decoding (whose errors would repeat the value)."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """One variable, ``None`` if it is not set."""
+        del field_name
+        variable = str(field.validation_alias)
+        return os.environ.get(variable, "").strip() or None, variable, False
+
+    def __call__(self) -> dict[str, Any]:
+        """All variables that are set. A keyword for the models replaces both variables that could name them."""
+        hidden = {_MODELS, _FILE} if {_MODELS, _FILE}.intersection(self.current_state) else set()
+        found = (self.get_field_value(field, key) for key, field in self.settings_cls.model_fields.items())
+        return {variable: value for value, variable, _ in found if value is not None and variable not in hidden}
+
+
+def read_values(
+    data: Mapping[str, Any], variables: Mapping[str, str]
+) -> tuple[dict[str, Any], list[Entry], list[Problem]]:
+    """Parse what is JSON or a list, and the models with it.
+
+    Args:
+        data: merged values of all sources, by variable.
+        variables: of all settings, by their names in Python.
+
+    Returns:
+        The values for the fields, without those that could not be read; the members of the list of models; what is
+        wrong so far.
+    """
+    values = {key: value for key, value in data.items() if key in variables.values()}
+    problems = [_unknown_keyword(key, variables) for key in data if key not in values]
+    for variable, read in ((_BUDGETS, _read_budgets), (_ROLES, _read_list), (_IGNORED, _read_list)):
+        if variable in values:
+            try:
+                values[variable] = read(values[variable])
+            except Unreadable as wrong:
+                del values[variable]
+                problems.append(Problem((variable,), str(wrong)))
+    entries, wrong_entries = _read_models(values)
+    values[_MODELS] = tuple(entry.endpoint for entry in entries if entry.endpoint is not None)
+    return values, entries, problems + wrong_entries
+
+
+def without(values: dict[str, Any], problems: Iterable[Problem]) -> dict[str, Any]:
+    """The values without what was refused; of the budgets, only the refused members are left out."""
+    kept = dict(values)
+    for problem in problems:
+        variable, *inside = problem.path
+        if variable == _BUDGETS and inside:
+            kept[_BUDGETS] = {group: budget for group, budget in kept[_BUDGETS].items() if group != inside[0]}
+        else:
+            kept.pop(str(variable), None)
+    return kept
+
+
+def stray_variables(names: Iterable[str], known: Collection[str], ignored: Collection[str]) -> Iterator[Problem]:
+    """Variables that somebody set for the guard and that it would never read.
+
+    ``GUARD_`` is ours, so anything unknown under it is refused. Other programs may own ``MODEL_``, ``GPU_`` and
+    ``KG_``, so there only a slip of the pen is.
+
+    Args:
+        names: of all variables of the environment.
+        known: the variables of the settings.
+        ignored: variables that are meant to be there.
+    """
+    for variable in names:
+        # Compared in capitals, as a variable in small letters is one more way to be ignored without a word.
+        folded = variable.upper()
+        if variable in known or variable in ignored or _SERVICE_LINK.fullmatch(folded):
+            continue
+        close = nearest(variable, known) if folded.startswith(_OWN_PREFIX) else None
+        if folded.startswith(_SHARED_PREFIXES):
+            close = nearest(variable, known, _RESEMBLES)
+        if close:
+            text = f"is a variable that the guard does not know; the nearest is {close}: rename it, remove it"
+            yield unknown(("environment",), variable, f"{text}, or name it in {_IGNORED} if it is another program's")
+
+
+def _unknown_keyword(key: str, variables: Mapping[str, str]) -> Problem:
+    close = nearest(key.upper() if key.upper() in variables.values() else key, variables)
+    return unknown((), key, f"is not a setting; the nearest is {close}")
+
+
+def _read_json(value: object, empty: object, file_variable: str = "") -> object:
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return empty
+    parsed = parse_json(value, file_variable=file_variable)
+    if isinstance(parsed, str):
+        text = "is JSON inside a JSON text: remove the quotes around it and the backslashes in it"
+        raise Unreadable(text)
+    return parsed
+
+
+def _read_budgets(value: object) -> dict[str, object]:
+    parsed = _read_json(value, {})
+    if not isinstance(parsed, Mapping):
+        text = 'must be a JSON object from GPU group to a number of calls, such as {"gb10": 40}'
+        raise Unreadable(text)
+    return {str(group): budget for group, budget in parsed.items()}
+
+
+def _read_list(value: object) -> tuple[object, ...]:
+    if isinstance(value, str) and not value.strip().startswith(("[", "{", '"', "'")):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    parsed = _read_json(value, ())
+    if not isinstance(parsed, list | tuple | set | frozenset):
+        text = "must be a list: words with commas between them, or JSON in brackets"
+        raise Unreadable(text)
+    return tuple(parsed)
+
+
+def _read_models(values: dict[str, Any]) -> tuple[list[Entry], list[Problem]]:
+    given, file = values.get(_MODELS, ()), values.get(_FILE)
+    variable = _MODELS if file is None else _FILE
+    if file is not None and _MODELS in values:
+        return [], [Problem((_FILE,), f"and {_MODELS} are both set: keep one of them")]
+    try:
+        models = _read_json(given, [], _FILE) if file is None else _read_json(_content(file), None)
+    except Unreadable as wrong:
+        return [], [Problem((variable,), str(wrong))]
+    return read_entries(variable, models)
+
+
+def _content(file: object) -> str:
+    """The text of the file of models. Its path is not repeated: some write the models themselves there."""
+    wrong = ""
+    try:
+        text = Path(str(file)).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        wrong = "names a file that is not UTF-8: save it as UTF-8"
+    except (OSError, ValueError):
+        wrong = "names a file that cannot be read: check that the path exists, seen from the working directory"
+        if str(file).lstrip()[:1] in {"[", "{"}:
+            wrong = f"must be a path; models as JSON go into {_MODELS}"
+    else:
+        if not text.strip("\ufeff \t\r\n"):
+            wrong = "names an empty file: write [] into it for no models"
+    if wrong:
+        raise Unreadable(wrong)
+    return text

@@ -1,0 +1,281 @@
+"""Leases, lines and the sweep of the executable rule. The Lua includes have the same names and the same order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from guard_middleware.core import breaker as breakers
+from guard_middleware.core.admission import GroupView, View
+from guard_middleware.core.breaker import Breaker, Phase
+from guard_middleware.core.configuration import effective
+from guard_middleware.core.state import BrokerState, GuardState, Lease, Line, Parked
+from guard_middleware.core.values import BACKGROUND_RANK
+
+if TYPE_CHECKING:
+    from guard_middleware.core.commands import Ask, Message
+    from guard_middleware.core.values import EndpointSpec
+
+SWEEP_LEASES = 256
+SWEEP_PROCESSES = 16
+HOLD_PREFIX = "hold:"
+
+
+class Machine:
+    """One command's view of the state: the clock stands still until the next command (I6)."""
+
+    def __init__(self, state: GuardState, broker: BrokerState) -> None:
+        self.state = state
+        self.broker = broker
+        self.now_ms = 0
+        self.freed = False
+
+    # -- the beginning of every command ------------------------------------------------------------------------
+
+    def begin(self, now_ms: int, process: str, idle: int) -> None:
+        """Move every expiry on if the store was away, sweep, and note that this process speaks."""
+        self.now_ms = now_ms
+        self.freed = False
+        state = self.state
+        gap = now_ms - state.last_run_ms
+        if state.last_run_ms and gap > 2 * state.rules.heartbeat_ms:
+            for lease_id, lease in state.leases.items():
+                state.leases[lease_id] = replace(lease, expires_at_ms=lease.expires_at_ms + gap)
+            for known in state.processes.values():
+                known.alive_until_ms += gap
+        state.last_run_ms = now_ms
+        self.sweep()
+        if state.leases.pop(HOLD_PREFIX + process, None) is not None:
+            self.freed = True
+        if idle >= 0 and process in state.processes:
+            state.processes[process].idle = idle
+
+    def sweep(self) -> None:
+        """End what time has ended: leases, processes, and the pauses of single waiters."""
+        state = self.state
+        expired = sorted(
+            (lease.expires_at_ms, lease_id)
+            for lease_id, lease in state.leases.items()
+            if lease.expires_at_ms <= self.now_ms
+        )
+        for _, lease_id in expired[:SWEEP_LEASES]:
+            self.freed = True
+            lease = state.leases.pop(lease_id)
+            if lease.hold and lease.process in state.processes:
+                state.processes[lease.process].idle = 0
+            self.put_back(lease)
+        dead = sorted(
+            (known.alive_until_ms, process)
+            for process, known in state.processes.items()
+            if known.alive_until_ms <= self.now_ms
+        )
+        for _, process in dead[:SWEEP_PROCESSES]:
+            self.forget(process)
+        due = sorted((at_ms, key) for key, at_ms in state.held_back.items() if at_ms <= self.now_ms)
+        for _, (line, message_id) in due[:SWEEP_LEASES]:
+            self.freed = True
+            del state.held_back[line, message_id]
+            parked = state.parked.get((line, message_id))
+            if parked is not None:
+                state.lines.setdefault(line, {})[message_id] = parked.key
+
+    def recovering(self) -> bool:
+        """Whether a store that lost its data, or is new, still holds admissions."""
+        return self.now_ms < self.state.epoch_until_ms
+
+    def forget(self, process: str) -> None:
+        """Drop what a process published and reported. Its leases end by themselves."""
+        state = self.state
+        state.processes.pop(process, None)
+        state.leases.pop(HOLD_PREFIX + process, None)
+        if state.published.pop(process, None) is not None:
+            self.recompute()
+
+    def recompute(self) -> None:
+        """Let the published configurations of the live processes take effect."""
+        state = self.state
+        state.specs, state.budgets, state.rules = effective(state.published)
+
+    # -- one endpoint --------------------------------------------------------------------------------------------
+
+    def live(self, endpoint: str) -> list[Lease]:
+        """The leases that count: an expired one stops at its instant, swept or not."""
+        return [
+            lease
+            for lease in self.state.leases.values()
+            if lease.endpoint == endpoint and lease.expires_at_ms > self.now_ms
+        ]
+
+    def in_flight(self, endpoint: str) -> int:
+        """Units leased at an endpoint."""
+        return sum(lease.cost for lease in self.live(endpoint))
+
+    def ceiling(self, spec: EndpointSpec) -> int:
+        """The ceiling in force."""
+        return self.state.overrides.get(spec.id, spec.ceiling)
+
+    def breaker(self, endpoint: str) -> Breaker:
+        """The endpoint's breaker; missing state means closed."""
+        return self.state.breakers.get(endpoint, Breaker())
+
+    def view(self, endpoint: str) -> View | None:
+        """The endpoint as the admission rule sees it, `None` if nobody names it."""
+        state = self.state
+        spec = state.specs.get(endpoint)
+        if spec is None:
+            return None
+        breaker = self.breaker(endpoint)
+        live = self.live(endpoint)
+        probe = state.leases.get(breaker.probe)
+        role = probe is not None and probe.expires_at_ms > self.now_ms and self.now_ms < breaker.probe_until_ms
+        return View(
+            spec=spec,
+            ceiling=self.ceiling(spec),
+            paused=endpoint in state.paused,
+            breaker=breaker,
+            probe_live=role or any(lease.hold for lease in live),
+            in_flight=sum(lease.cost for lease in live),
+            present=sum(lease.cost for lease in live if lease.generation == breaker.generation),
+            fraction=state.rules.reserve_fraction,
+            group=self._group(spec),
+        )
+
+    def _group(self, spec: EndpointSpec) -> GroupView | None:
+        budget = self.state.budgets.get(spec.group)
+        if budget is None:
+            return None
+        members = [other for other in self.state.specs.values() if other.group == spec.group]
+        others = [other for other in members if other.id != spec.id]
+        return GroupView(
+            budget=budget,
+            total=sum(self.in_flight(member.id) for member in members),
+            set_aside=sum(max(0, other.floor - self.in_flight(other.id)) for other in others),
+            floors=sum(other.floor for other in others),
+        )
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    def grant(self, lease_id: str, lease: Lease) -> tuple[Lease, bool]:
+        """Record a lease; in half-open it takes the probe's role. A role that had passed on ends its generation."""
+        state = self.state
+        breaker = self.breaker(lease.endpoint)
+        spec = state.specs[lease.endpoint]
+        probe = not lease.hold and spec.breaker and breaker.phase(self.now_ms) is Phase.HALF_OPEN
+        if probe:
+            breaker = replace(
+                breaker,
+                generation=breaker.generation + (1 if breaker.probe else 0),
+                probe=lease_id,
+                probe_until_ms=self.now_ms + breakers.role_ms(state.rules, state.means.get(lease.endpoint, 0)),
+            )
+            state.breakers[lease.endpoint] = breaker
+        lease = replace(lease, generation=breaker.generation)
+        state.leases[lease_id] = lease
+        if lease.rank >= BACKGROUND_RANK and not lease.hold:
+            state.background_at[lease.endpoint] = self.now_ms
+        return lease, probe
+
+    def new_lease(
+        self, endpoint: str, home: str, process: str, parked: Parked, message: Message | None, *, hold: bool = False
+    ) -> Lease:
+        """A lease that begins now; its generation is written by `grant`."""
+        rules = self.state.rules
+        return Lease(
+            endpoint=endpoint,
+            home=home,
+            rank=parked.rank,
+            cost=parked.cost,
+            generation=0,
+            process=process,
+            message=message,
+            place=parked.place,
+            deadline_ms=parked.deadline_ms,
+            expires_at_ms=self.now_ms + (rules.hold_ms if hold else rules.lease_ms),
+            started_at_ms=self.now_ms,
+            hold=hold,
+        )
+
+    # -- lines -----------------------------------------------------------------------------------------------------
+
+    def next_place(self) -> int:
+        """The next place in the order of first arrival."""
+        self.state.places += 1
+        return self.state.places
+
+    def put_back(self, lease: Lease) -> None:
+        """Return the message of an ended lease to its own place, if that worker still had it."""
+        message = lease.message
+        if message is None:
+            return
+        acks = self.broker.ack_set(message)
+        if message.id not in acks:
+            return
+        acks.remove(message.id)
+        line = (lease.home, message.namespace, message.queue)
+        if self.broker.payload((message.namespace, message.queue), message.id) is None:
+            self.state.parked.pop((line, message.id), None)
+            return
+        parked = self.state.parked.get((line, message.id))
+        if parked is None:
+            parked = Parked(rank=lease.rank, cost=lease.cost, place=lease.place, deadline_ms=lease.deadline_ms)
+        self.enter(line, message.id, parked)
+
+    def enter(self, line: Line, waiter: str, parked: Parked, *, not_before_ms: int = 0) -> None:
+        """Stand in a line, or beside it until `not_before_ms`."""
+        state = self.state
+        if parked.rank >= BACKGROUND_RANK and not self.background_waits(line[0]):
+            state.background_at[line[0]] = max(self.now_ms, state.background_at.get(line[0], 0))
+        state.parked[line, waiter] = parked
+        if not_before_ms > self.now_ms:
+            state.held_back[line, waiter] = not_before_ms
+        else:
+            state.lines.setdefault(line, {})[waiter] = parked.key
+
+    def background_waits(self, endpoint: str) -> bool:
+        """Whether a background waiter stands in one of the endpoint's lines."""
+        return any(
+            rank >= BACKGROUND_RANK
+            for line, waiters in self.state.lines.items()
+            if line[0] == endpoint
+            for rank, _ in waiters.values()
+        )
+
+    def leave(self, line: Line, waiter: str) -> bool:
+        """Leave a line, or the place beside it; the record stays.
+
+        Returns:
+            Whether the waiter stood there.
+        """
+        state = self.state
+        if state.held_back.pop((line, waiter), None) is not None:
+            return True
+        waiters = state.lines.get(line, {})
+        if waiters.pop(waiter, None) is None:
+            return False
+        if not waiters:
+            del state.lines[line]
+        return True
+
+    def withdraw(self, line: Line, message: Message) -> bool:
+        """Make sure that this worker has the message: it still does, or it stood in the line and comes back.
+
+        Returns:
+            False if somebody else has it.
+        """
+        if self.leave(line, message.id):
+            self.broker.ack_set(message).add(message.id)
+            return True
+        return message.id in self.broker.ack_set(message)
+
+    def record_of(self, command: Ask, line: Line, waiter: str) -> Parked:
+        """What is known of this asker: its first place if it has one, else a new one at the end."""
+        known = self.state.parked.get((line, waiter))
+        if known is not None:
+            return known
+        return Parked(
+            rank=command.rank,
+            cost=command.cost,
+            place=self.next_place(),
+            deadline_ms=command.deadline_ms,
+            process="" if command.message is not None else command.process,
+        )

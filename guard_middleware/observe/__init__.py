@@ -1,0 +1,1 @@
+"""What the guard tells: events for logs, metrics for dashboards."""

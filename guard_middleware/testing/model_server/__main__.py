@@ -1,0 +1,81 @@
+"""Run a fake model server: ``python -m guard_middleware.testing.model_server --config server.json``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from guard_middleware.testing.model_server.config import ServerConfig
+from guard_middleware.testing.model_server.server import FakeServer
+
+_LOOK_AT_PARENT_EVERY_S = 0.5
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until told to stop; say on stdout, in one line of JSON, where.
+
+    Args:
+        arguments: of the command line, without the program's name.
+
+    Returns:
+        The exit code: 0 after an orderly end, 2 for a configuration that cannot work.
+    """
+    parser = argparse.ArgumentParser(prog="model_server", description=__doc__)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--config", type=Path, help="file with the server's configuration in JSON")
+    source.add_argument("--config-json", help="the same as text")
+    parser.add_argument("--until-stdin-ends", action="store_true", help="end when stdin does")
+    parser.add_argument("--detached", action="store_true", help="go on when the process that started this one ends")
+    parser.add_argument("--max-seconds", type=float, help="end after so long (wins over the configuration)")
+    options = parser.parse_args(arguments)
+    text = options.config.read_text() if options.config else options.config_json or '{"endpoints": [{"name": "model"}]}'
+    try:
+        config = ServerConfig.model_validate_json(text)
+    except ValidationError as exc:
+        sys.stderr.write(f"the configuration cannot work: {exc}\n")
+        return 2
+    if options.max_seconds is not None:
+        config = config.model_copy(update={"max_seconds": options.max_seconds})
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    asyncio.run(_serve(config, until_stdin_ends=options.until_stdin_ends, detached=options.detached))
+    return 0
+
+
+async def _serve(config: ServerConfig, *, until_stdin_ends: bool, detached: bool) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if until_stdin_ends:
+        loop.add_reader(sys.stdin, lambda: os.read(sys.stdin.fileno(), 4096) or stop.set())
+    if not detached:
+        _follow_parent(loop, stop, os.getppid())
+    if config.max_seconds is not None:
+        loop.call_later(config.max_seconds, stop.set)
+    server = FakeServer(config)
+    server.start()
+    where = {"pid": os.getpid(), "control": server.control_port, "endpoints": server.ports}
+    sys.stdout.write(json.dumps(where) + "\n")
+    sys.stdout.flush()
+    await stop.wait()
+
+
+def _follow_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, parent: int) -> None:
+    """End when the process that started this one has ended, and left it to another."""
+    if os.getppid() == parent:
+        loop.call_later(_LOOK_AT_PARENT_EVERY_S, _follow_parent, loop, stop, parent)
+    else:
+        stop.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

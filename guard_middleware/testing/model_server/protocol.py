@@ -1,0 +1,235 @@
+"""HTTP/1.1 on one socket, with the manners of a server that may die: h11 reads, and the socket is ours to break.
+
+An *exchange* is one request and what becomes of it. It is open from the moment the whole request has arrived until the
+last byte of its answer is in the kernel's hands, or until its connection is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Protocol, cast
+
+import h11
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from guard_middleware.testing.model_server.stats import Ending
+
+_REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+_LINGER_AND_RESET = struct.pack("ii", 1, 0)
+
+JSON_TYPE = b"application/json"
+EVENT_TYPE = b"text/event-stream; charset=utf-8"
+TEXT_TYPE = b"text/plain; charset=utf-8"
+
+
+class Service(Protocol):
+    """What stands behind the connections of one port."""
+
+    def opened(self, connection: Connection) -> None:
+        """A client has connected."""
+
+    def closed(self, connection: Connection) -> None:
+        """A connection is gone, for whatever reason."""
+
+    def begin(self, exchange: Exchange) -> None:
+        """A whole request has arrived."""
+
+    def ended(self, exchange: Exchange) -> None:
+        """An exchange is over; its ``status`` and ``ending`` are set."""
+
+
+class Exchange:
+    """One request, and the verbs that can become of it.
+
+    Attributes:
+        method: of the request.
+        path: of the request, without its query.
+        query: of the request, without the question mark.
+        headers: of the request, names in lower case.
+        body: of the request.
+        status: status sent, 0 as long as none is.
+        ending: how it ended, "" as long as it has not.
+    """
+
+    __slots__ = ("body", "connection", "ending", "headers", "method", "path", "query", "status")
+
+    def __init__(self, connection: Connection, head: h11.Request, body: bytes) -> None:
+        self.connection = connection
+        self.method = head.method.decode()
+        self.path, _, self.query = head.target.decode("latin-1").partition("?")
+        self.headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
+        self.body = body
+        self.status = 0
+        self.ending: Ending | str = ""
+
+    def respond(
+        self, status: int, body: bytes, kind: bytes = JSON_TYPE, headers: Iterable[tuple[str, str]] = ()
+    ) -> None:
+        """Send a whole answer."""
+        self.status = status
+        fields = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+        fields += [(name.encode(), value.encode()) for name, value in headers]
+        self.connection.send_whole(status, fields, body)
+
+    def start_stream(self, kind: bytes = EVENT_TYPE) -> None:
+        """Send the head of an answer whose body comes in chunks."""
+        self.status = 200
+        self.connection.send_events(_head(200, [(b"content-type", kind)]))
+
+    def send_chunk(self, data: bytes) -> None:
+        """Send a piece of the body."""
+        self.connection.send_events(h11.Data(data=data))
+
+    def end_stream(self) -> None:
+        """End the body in order."""
+        self.connection.send_events(h11.EndOfMessage())
+        self.connection.finish_when_sent()
+
+    def send_broken(self, data: bytes, status: int = 0) -> None:
+        """Send bytes as they are, then close: what they are is the caller's affair."""
+        self.status = status
+        self.connection.write(data)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection now, in order, with or without bytes sent."""
+        self.connection.end(self, "cut" if self.connection.bytes_sent else "dropped")
+        self.connection.close()
+
+    def reset(self) -> None:
+        """Reset the connection now."""
+        self.connection.end(self, "cut" if self.connection.bytes_sent else "reset")
+        self.connection.reset()
+
+
+class Connection(asyncio.Protocol):
+    """One client's socket: reads requests, tells the service of each, writes what it is given.
+
+    Args:
+        service: what to tell.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
+        self._head: h11.Request | None = None
+        self._body: list[bytes] = []
+        self._blocked = False
+        self._finishing = False
+        self.exchange: Exchange | None = None
+        self.bytes_sent = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the socket."""
+        self._transport = cast("asyncio.Transport", transport)
+        # With no bytes allowed in the buffer, pause_writing says at once whether the kernel has taken all.
+        self._transport.set_write_buffer_limits(high=0)
+        self._service.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on."""
+        self._http.receive_data(data)
+        self._read()
+
+    def eof_received(self) -> bool:
+        """Count the client as gone at once: it closed its side, so nobody reads an answer any more."""
+        self._client_gone()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        """Count the client as gone."""
+        self._client_gone()
+        self._service.closed(self)
+
+    def pause_writing(self) -> None:
+        """Remember that the kernel has not taken all bytes yet."""
+        self._blocked = True
+
+    def resume_writing(self) -> None:
+        """Finish an answer that was waiting to be sent in full."""
+        self._blocked = False
+        if self._finishing:
+            self.finish_when_sent()
+
+    def write(self, data: bytes) -> None:
+        """Send bytes."""
+        self.bytes_sent = True
+        self._transport.write(data)
+
+    def send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """Send an answer in one piece."""
+        self.send_events(_head(status, headers), h11.Data(data=body), h11.EndOfMessage())
+        self.finish_when_sent()
+
+    def send_events(self, *events: h11.Event) -> None:
+        """Send pieces of an answer, unless the connection is gone."""
+        if not self._transport.is_closing():
+            self.write(b"".join([self._http.send(event) or b"" for event in events]))
+
+    def finish_when_sent(self) -> None:
+        """End the exchange as soon as the kernel has all of it, then be ready for the next one."""
+        self._finishing = self._blocked
+        if self._blocked or self.exchange is None:
+            return
+        self.end(self.exchange, "answered")
+        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+            self._http.start_next_cycle()
+            self._read()
+        else:
+            self.close()
+
+    def end(self, exchange: Exchange, ending: Ending) -> None:
+        """Count an exchange as over, once."""
+        if not exchange.ending:
+            exchange.ending = ending
+            self.exchange = None
+            self.bytes_sent = False
+            self._service.ended(exchange)
+
+    def close(self) -> None:
+        """Close in order, after what has been written."""
+        self._transport.close()
+
+    def reset(self) -> None:
+        """Close with a reset."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_AND_RESET)
+        self._transport.abort()
+
+    def _client_gone(self) -> None:
+        if self.exchange is not None:
+            self.end(self.exchange, "abandoned")
+
+    def _read(self) -> None:
+        """Tell the service of a request once it is here; only one at a time is open on a connection."""
+        while True:
+            try:
+                event = self._http.next_event()
+            except h11.RemoteProtocolError:
+                self.close()
+                return
+            match event:
+                case h11.Request():
+                    self._head, self._body = event, []
+                    if self._http.they_are_waiting_for_100_continue:
+                        self.write(self._http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+                        self.bytes_sent = False
+                case h11.Data():
+                    self._body.append(bytes(event.data))
+                case h11.EndOfMessage() if self._head is not None:
+                    self.exchange = Exchange(self, self._head, b"".join(self._body))
+                    # One turn of the loop later: connections whose end stands in the same batch of news are counted
+                    # out before this request is counted in, in whichever order the kernel lists them.
+                    asyncio.get_running_loop().call_soon(self._service.begin, self.exchange)
+                case _:
+                    return
+
+
+def _head(status: int, headers: list[tuple[bytes, bytes]]) -> h11.Response:
+    return h11.Response(status_code=status, headers=headers, reason=_REASONS.get(status, b""))
