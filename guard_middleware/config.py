@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import (
-    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
-    Secret,
-    SecretStr,
     ValidationError,
     model_validator,
 )
@@ -21,20 +18,21 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from guard_middleware.config_endpoint import PAUSE_HINT, EndpointConfig
 from guard_middleware.config_parse import (
     Problem,
+    SecretUrl,
     message,
     name,
     name_problem,
     nearest,
     number,
     problems_in,
-    refused,
     shown,
     truth,
+    url_of_redis,
     whole,
 )
 from guard_middleware.config_rules import Draft, problems_across, suspicions
-from guard_middleware.config_source import Environment, read_values, stray_variables, without
-from guard_middleware.config_url import api_url, normalise_base_url, redact_url, redis_url_problem, server_url
+from guard_middleware.config_source import Environment, read_values, stray_variables, unknown_keyword, without
+from guard_middleware.config_url import api_url, normalise_base_url, redact_url, server_url
 from guard_middleware.core.values import EndpointSpec, Published, Rules
 from guard_middleware.errors import ConfigurationError
 
@@ -56,24 +54,6 @@ DEFAULT_CEILING = 32
 _DAY_S = 86_400
 _LARGEST_REVISION = 2**53
 """The largest whole number that Redis scripts hold exactly."""
-
-
-class SecretUrl(Secret[str]):
-    """A URL that is shown without its credentials. `get_secret_value` returns it whole."""
-
-    def _display(self) -> str:
-        return redact_url(self.get_secret_value())
-
-
-def _read_redis_url(value: object) -> object:
-    text = value.get_secret_value() if isinstance(value, Secret | SecretStr) else value
-    if not isinstance(text, str):
-        wrong: str | None = "must be a text"
-    else:
-        wrong = redis_url_problem(text)
-    if wrong:
-        raise refused(wrong)
-    return text
 
 
 Count = Annotated[int, whole(1, zero=PAUSE_HINT)]
@@ -131,11 +111,11 @@ class GuardSettings(BaseSettings):
         extra="forbid",
         hide_input_in_errors=True,
         populate_by_name=True,
-        enable_decoding=False,
+        case_sensitive=True,
         protected_namespaces=(),
     )
 
-    redis_url: Annotated[SecretUrl, BeforeValidator(_read_redis_url)] = Field(
+    redis_url: Annotated[SecretUrl, url_of_redis()] = Field(
         default=SecretUrl("redis://127.0.0.1:6379/0"), validation_alias="GUARD_REDIS_URL"
     )
     namespace: Annotated[str, name(forbidden="{}")] = Field(default="default", validation_alias="GUARD_NAMESPACE")
@@ -190,7 +170,7 @@ class GuardSettings(BaseSettings):
 
     _by_id: dict[str, EndpointConfig] = PrivateAttr(default_factory=dict)
 
-    def __init__(self, /, **values: Any) -> None:
+    def __init__(self, /, **values: object) -> None:
         """Read the environment and the keywords, and check them together.
 
         Args:
@@ -199,16 +179,17 @@ class GuardSettings(BaseSettings):
         Raises:
             ConfigurationError: with everything that is wrong, none of the values.
         """
-        problems: list[Problem] = []
+        named: dict[str, Any] = {_VARIABLES.get(key, key): value for key, value in values.items()}
+        problems = [unknown_keyword(key, _VARIABLES) for key in named if key not in _VARIABLES.values()]
         try:
-            super().__init__(**{_VARIABLES.get(key, key): value for key, value in values.items()})
+            super().__init__(**{key: value for key, value in named.items() if key in _VARIABLES.values()})
         except _Refusal as refusal:
-            problems = refusal.problems
+            problems += refusal.problems
         # Outside of the except block: what is chained to an exception is carried along to whoever reports it.
         if problems:
             raise ConfigurationError(message(problems))
 
-    def model_post_init(self, context: Any, /) -> None:
+    def model_post_init(self, context: object, /) -> None:
         """Index the endpoints, since each call looks one up."""
         super().model_post_init(context)
         self._by_id = {endpoint.id: endpoint for endpoint in self.models}
@@ -229,16 +210,14 @@ class GuardSettings(BaseSettings):
     @model_validator(mode="wrap")
     @classmethod
     def _check(cls, data: dict[str, Any], handler: ModelWrapValidatorHandler[Self]) -> Self:
-        values, entries, problems = read_values(data, _VARIABLES)
-        found: list[Problem] = []
+        values, entries, problems = read_values(data)
         try:
             settings = handler(values)
         except ValidationError as error:
-            found = list(problems_in(error))
-        if found:
             # The rules between fields are applied to what is left, so that one message tells about everything.
-            settings = handler(without(values, found))
+            found = list(problems_in(error))
             problems += found
+            settings = handler(without(values, found))
         unsure = frozenset(str(problem.path[0]) for problem in problems)
         problems += problems_across(Draft(settings, entries, unsure))
         ignored = {*settings.ignore_variables, *(entry.key_variable for entry in entries)}
@@ -264,8 +243,9 @@ class GuardSettings(BaseSettings):
             msg = f"the id of an endpoint {wrong}"
             raise ConfigurationError(msg)
         close = shown(nearest(endpoint_id, self._by_id) or "")
-        msg = f"{shown(endpoint_id)} is not a configured model; the nearest is {close}: correct it, or add it to"
-        raise ConfigurationError(f"{msg} {'GUARD_MODELS_FILE' if self.models_file else 'GUARD_MODELS'}")
+        source = "GUARD_MODELS_FILE" if self.models_file else "GUARD_MODELS"
+        msg = f"{shown(endpoint_id)} is no configured model; the nearest is {close}: correct it, or add it to {source}"
+        raise ConfigurationError(msg)
 
     def floor(self, endpoint: EndpointConfig) -> int:
         """Calls of the group's budget that are set aside for an endpoint; 0 unless its role is a reserved one."""

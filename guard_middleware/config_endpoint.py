@@ -15,7 +15,7 @@ from guard_middleware.config_parse import (
     name,
     nearest,
     problems_in,
-    refused,
+    refuse,
     truth,
     unknown,
     whole,
@@ -31,8 +31,10 @@ _KEY_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
 _LONGEST_PLAIN_VARIABLE = 16
 _ALSO_CALLED = {
     "api_key": "api_key_env",
-    "budget": "gpu_group",
+    "breaker": "MODEL_CIRCUIT_BREAKER, a variable for all endpoints",
+    "budget": "GPU_CONCURRENCY_BUDGETS, a variable",
     "ceiling": "max_concurrent_requests",
+    "cooldown": "MODEL_BREAKER_BASE_COOLDOWN_S, a variable for all endpoints",
     "concurrency": "max_concurrent_requests",
     "endpoint": "base_url",
     "group": "gpu_group",
@@ -41,6 +43,7 @@ _ALSO_CALLED = {
     "max_concurrency": "max_concurrent_requests",
     "max_parallel": "max_parallel_calls",
     "name": "id",
+    "threshold": "MODEL_BREAKER_FAIL_THRESHOLD, a variable for all endpoints",
     "statuses": "overload_statuses",
     "url": "base_url",
 }
@@ -49,28 +52,26 @@ _ALSO_CALLED = {
 
 def _read_base_url(value: object) -> str:
     if not isinstance(value, str):
-        text = "must be a text in double quotes"
-        raise refused(text)
+        refuse("must be a text in double quotes")
     wrong = base_url_problem(value) if value else None
     if wrong:
-        raise refused(wrong)
+        refuse(wrong)
     return value
 
 
 def _read_key_variable(value: object) -> str:
-    text = value if isinstance(value, str) else "?"
+    variable = value if isinstance(value, str) else "?"
     # Some keys are spelled like names; those that are in capitals are long and have no underscore.
-    resembles_key = "_" not in text and len(text) > _LONGEST_PLAIN_VARIABLE
-    if text and (resembles_key or not _KEY_VARIABLE.fullmatch(text)):
-        hint = "must be the NAME of an environment variable in capitals, such as QWEN_API_KEY; the key itself does not"
-        raise refused(f"{hint} belong into the configuration: put it into that variable")
-    return text
+    resembles_key = "_" not in variable and len(variable) > _LONGEST_PLAIN_VARIABLE
+    if variable and (resembles_key or not _KEY_VARIABLE.fullmatch(variable)):
+        text = "must be the NAME of an environment variable in capitals, such as QWEN_API_KEY"
+        refuse(f"{text}; the key itself does not belong here: put it into that variable")
+    return variable
 
 
 def _read_statuses(value: object) -> object:
     if not isinstance(value, list | tuple | set | frozenset):
-        text = "must be a list of HTTP statuses, such as [418, 599]"
-        raise refused(text)
+        refuse("must be a list of HTTP statuses, such as [418, 599]")
     return tuple(value)
 
 

@@ -63,7 +63,7 @@ def parse_json(text: str, *, file_variable: str = "") -> object:
         where, what = error.pos, f"JSON is expected{_hint(body, error.pos, file_variable)}"
     except _RepeatedKey as error:
         where = _position_of_repeated(body, error)
-        what = f"the key {shown(error.key)} stands twice in one object: remove one of them"
+        what = f"JSON without repeated keys is expected, and {shown(error.key)} stands twice in one object"
     except RecursionError:
         where, what = 0, "JSON is expected, and this is nested too deeply"
     line = body.count("\n", 0, where) + 1
@@ -79,7 +79,7 @@ def _hint(body: str, where: int, file_variable: str) -> str:
         return "; remove the quotes around it, which compose and env files pass on as part of the value"
     if start in {"[", "{"}:
         before = body[:where].rstrip()
-        if "'" in (body[where : where + 1], body.lstrip()[1:2]):
+        if body[where : where + 1] == "'":
             return "; keys and texts stand in double quotes, not in single ones"
         if before.endswith(",") or body[where : where + 1] == ",":
             return "; remove the comma before the closing bracket"

@@ -6,17 +6,16 @@ what names something is repeated: variables, fields, ids of endpoints and groups
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Secret, SecretStr
 from pydantic_core import PydanticCustomError
 
-from guard_middleware.config_url import redact_url
+from guard_middleware.config_url import redact_url, redis_url_problem
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -94,9 +93,10 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.0) -> str | None:
     return by_folded[found[0]] if found else None
 
 
-def refused(text: str) -> PydanticCustomError:
-    """An error for pydantic whose text is ours and follows on "<path> "."""
-    return PydanticCustomError("refused", "{text}", {"text": text})
+def refuse(text: str) -> NoReturn:
+    """Tell pydantic that a value is wrong, in our words, which follow on "<path> "."""
+    kind, template = "refused", "{text}"
+    raise PydanticCustomError(kind, template, {"text": text})
 
 
 def problems_in(error: ValidationError, root: tuple[str | int, ...] = ()) -> Iterator[Problem]:
@@ -131,10 +131,10 @@ def whole(low: int, high: int = LARGEST, *, zero: str = "") -> BeforeValidator:
         number = int(text) if _WHOLE.fullmatch(text) else value
         # `isinstance(True, int)` holds, and a ceiling of `true` is a mistake, not a ceiling of 1.
         if isinstance(number, bool) or not isinstance(number, int):
-            raise refused(f"must be a whole number from {low} to {high}, without a point")
+            refuse(f"must be a whole number from {low} to {high}, without a point")
         if not low <= number <= high:
             hint = f"; {zero}" if zero and number == 0 else ""
-            raise refused(f"must be a whole number from {low} to {high}{hint}")
+            refuse(f"must be a whole number from {low} to {high}{hint}")
         return number
 
     return BeforeValidator(read)
@@ -154,9 +154,10 @@ def number(low: float, high: float, *, open_end: bool = False) -> BeforeValidato
         text = value.strip() if isinstance(value, str) else ""
         number = float(text) if _NUMBER.fullmatch(text) else value
         if isinstance(number, bool) or not isinstance(number, int | float):
-            raise refused(f"must be a number {bounds}, written in digits")
-        if math.isnan(number) or not low <= number <= high or (open_end and number == high):
-            raise refused(f"must be a number {bounds}")
+            refuse(f"must be a number {bounds}, written in digits")
+        # NaN is in no range, so it ends here as well.
+        if not low <= number <= high or (open_end and number == high):
+            refuse(f"must be a number {bounds}")
         return float(number)
 
     return BeforeValidator(read)
@@ -168,7 +169,7 @@ def truth() -> BeforeValidator:
     def read(value: object) -> bool:
         word = _WORDS.get(value.strip().lower()) if isinstance(value, str) else value
         if not isinstance(word, bool):
-            raise refused("must be true or false")
+            refuse("must be true or false")
         return word
 
     return BeforeValidator(read)
@@ -189,7 +190,7 @@ def name(*, forbidden: str = "", optional: bool = False, folded: bool = False) -
     def read(value: object) -> str:
         wrong = name_problem(value, forbidden)
         if wrong and not (optional and value == ""):
-            raise refused(wrong)
+            refuse(wrong)
         return str(value).lower() if folded else str(value)
 
     return BeforeValidator(read)
@@ -212,3 +213,25 @@ def name_problem(value: object, forbidden: str = "") -> str | None:
     if any(char in value for char in forbidden):
         return f"holds one of the characters {' '.join(forbidden)}: choose a name without them"
     return None
+
+
+class SecretUrl(Secret[str]):
+    """A URL that is shown without its credentials. `get_secret_value` returns it whole."""
+
+    def _display(self) -> str:
+        return redact_url(self.get_secret_value())
+
+
+def url_of_redis() -> BeforeValidator:
+    """Accept the URL of a Redis, also as one of pydantic's secrets."""
+
+    def read(value: object) -> str:
+        text = value.get_secret_value() if isinstance(value, Secret | SecretStr) else value
+        if not isinstance(text, str):
+            refuse("must be a text")
+        wrong = redis_url_problem(text)
+        if wrong:
+            refuse(wrong)
+        return text
+
+    return BeforeValidator(read)

@@ -205,7 +205,8 @@ def suspicions(settings: GuardSettings) -> Iterator[str]:
             yield f"{place} caps no endpoint" + (f"; the nearest group in use is {shown(close)}" if close else "")
     for endpoint in endpoints:
         if endpoint.gpu_group and endpoint.gpu_group not in budgets:
-            yield f"gpu_group {shown(endpoint.gpu_group)} of {shown(endpoint.id)} has no entry in GPU_CONCURRENCY_BUDGETS"
+            group = shown(endpoint.gpu_group)
+            yield f"gpu_group {group} of {shown(endpoint.id)} has no entry in GPU_CONCURRENCY_BUDGETS: it has no budget"
         close = nearest(endpoint.role, settings.gpu_reserved_roles, _RESEMBLES) if endpoint.role else None
         if close and close != endpoint.role:
             yield f"role {shown(endpoint.role)} of {shown(endpoint.id)} is not reserved; did you mean {shown(close)}?"

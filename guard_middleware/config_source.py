@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 
 _MODELS, _FILE = "GUARD_MODELS", "GUARD_MODELS_FILE"
 _BUDGETS, _ROLES, _IGNORED = "GPU_CONCURRENCY_BUDGETS", "GPU_RESERVED_ROLES", "GUARD_IGNORE_VARIABLES"
+_ALSO_CALLED = {
+    "ceiling": "model_max_concurrent_requests",
+    "budgets": "gpu_concurrency_budgets",
+    "circuit_breaker": "model_circuit_breaker",
+    "breaker": "model_circuit_breaker",
+    "endpoints": "models",
+    "reserve": "kg_llm_priority_reserve",
+    "timeout": "store_timeout_s",
+    "url": "redis_url",
+}
+"""What people call these settings elsewhere, so that the nearest name is the one they are looking for."""
 _OWN_PREFIX = "GUARD_"
 _SHARED_PREFIXES = ("MODEL_", "GPU_", "KG_")
 _RESEMBLES = 0.85
@@ -44,21 +55,18 @@ class Environment(PydanticBaseSettingsSource):
         return {variable: value for value, variable, _ in found if value is not None and variable not in hidden}
 
 
-def read_values(
-    data: Mapping[str, Any], variables: Mapping[str, str]
-) -> tuple[dict[str, Any], list[Entry], list[Problem]]:
+def read_values(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Entry], list[Problem]]:
     """Parse what is JSON or a list, and the models with it.
 
     Args:
         data: merged values of all sources, by variable.
-        variables: of all settings, by their names in Python.
 
     Returns:
         The values for the fields, without those that could not be read; the members of the list of models; what is
         wrong so far.
     """
-    values = {key: value for key, value in data.items() if key in variables.values()}
-    problems = [_unknown_keyword(key, variables) for key in data if key not in values]
+    values = dict(data)
+    problems: list[Problem] = []
     for variable, read in ((_BUDGETS, _read_budgets), (_ROLES, _read_list), (_IGNORED, _read_list)):
         if variable in values:
             try:
@@ -69,6 +77,17 @@ def read_values(
     entries, wrong_entries = _read_models(values)
     values[_MODELS] = tuple(entry.endpoint for entry in entries if entry.endpoint is not None)
     return values, entries, problems + wrong_entries
+
+
+def unknown_keyword(key: str, variables: Mapping[str, str]) -> Problem:
+    """A keyword of the settings that does not exist, with the nearest that does.
+
+    Args:
+        key: as given.
+        variables: of all settings, by their names in Python.
+    """
+    close = nearest(key, (*variables, *_ALSO_CALLED)) or ""
+    return unknown(("GuardSettings",), key, f"is not a setting; the nearest is {_ALSO_CALLED.get(close, close)}")
 
 
 def without(values: dict[str, Any], problems: Iterable[Problem]) -> dict[str, Any]:
@@ -104,12 +123,7 @@ def stray_variables(names: Iterable[str], known: Collection[str], ignored: Colle
             close = nearest(variable, known, _RESEMBLES)
         if close:
             text = f"is a variable that the guard does not know; the nearest is {close}: rename it, remove it"
-            yield unknown(("environment",), variable, f"{text}, or name it in {_IGNORED} if it is another program's")
-
-
-def _unknown_keyword(key: str, variables: Mapping[str, str]) -> Problem:
-    close = nearest(key.upper() if key.upper() in variables.values() else key, variables)
-    return unknown((), key, f"is not a setting; the nearest is {close}")
+            yield Problem((variable,), f"{text}, or name it in {_IGNORED} if it is another program's")
 
 
 def _read_json(value: object, empty: object, file_variable: str = "") -> object:
@@ -156,7 +170,7 @@ def _read_models(values: dict[str, Any]) -> tuple[list[Entry], list[Problem]]:
 
 def _content(file: object) -> str:
     """The text of the file of models. Its path is not repeated: some write the models themselves there."""
-    wrong = ""
+    wrong, text = "", ""
     try:
         text = Path(str(file)).read_text(encoding="utf-8")
     except UnicodeDecodeError:

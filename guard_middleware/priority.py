@@ -72,3 +72,16 @@ def priority_scope(priority: Priority | str) -> Iterator[Priority]:
         yield parsed
     finally:
         _scope.reset(token)
+
+
+_message: ContextVar[Priority | None] = ContextVar("guard_message_priority", default=None)
+
+
+def message_priority() -> Priority | None:
+    """The priority of the message that this thread processes, or processed last: its children inherit it."""
+    return _message.get()
+
+
+def set_message_priority(priority: Priority | None) -> None:
+    """Note the priority of the message that this thread begins to process."""
+    _message.set(priority)

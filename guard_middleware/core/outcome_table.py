@@ -66,8 +66,7 @@ STATUS_ROWS = (
     StatusRow(statuses=(429,), outcome=Outcome.OVERLOAD, why="too many requests"),
     StatusRow(statuses=(499,), outcome=Outcome.IGNORED, why="the client went away; the server did nothing wrong"),
     StatusRow(
-        statuses=(400, 401, 402, 403, 404, 405, 406, 407, 409, 410, 411, 412, 413, 414, 415, 416, 417, 418, 421)
-        + (422, 423, 424, 426, 428, 431, 451),
+        statuses=(*range(400, 408), *range(409, 419), 421, 422, 423, 424, 426, 428, 431, 451),
         outcome=Outcome.BENIGN,
         why="about this request, its key or its size",
     ),
@@ -261,6 +260,13 @@ OTHER_SYSTEMS = frozenset(
     | {"smtplib", "ftplib", "paramiko"}
 )
 """Roots of brokers, caches, databases and stores. Their time-outs and statuses are not the model server's: ignored."""
+
+CANCELLED = frozenset({"concurrent.CancelledError"})
+"""Ordinary exceptions that mean a cancelled call. What is no `Exception` (asyncio's, `KeyboardInterrupt`) needs no row.
+"""
+
+SIGNALS = frozenset({"dramatiq.Retry"})
+"""Raised by an actor on purpose, so that only what stands behind them is evidence."""
 
 LOCAL_ERRNOS = ("EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "EADDRNOTAVAIL")
 """Our own host has run out of files, ports or memory: ignored."""

@@ -61,6 +61,18 @@ class Store(Protocol):
         """Read everything, change nothing."""
         ...
 
+    def check_server(self) -> list[str]:
+        """What about the server works and is not safe, one sentence each.
+
+        Raises:
+            ConfigurationError: the server cannot hold the guard's state at all.
+        """
+        ...
+
+    def shares_server(self, client: object) -> bool:
+        """Whether a broker's client reaches the same server and database as this store, proved by a nonce."""
+        ...
+
     def wakeups(self, process: str) -> Wakeups:
         """Listen to what this process is notified of."""
         ...

@@ -100,7 +100,11 @@ class EmbeddedValkey:
         self._saved = True
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # interrupted while it waited: there will be no exit from the block
+            self.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -169,6 +173,9 @@ class EmbeddedValkey:
             if keep_port or "in use" not in self.log[seen:]:
                 break
         msg = f"{self.binary} did not start on port {self.port}: read why here, and fix that. {self.log[-_LOG_TAIL:]}"
+        if not keep_port:
+            self.close()
+            self.port = 0
         raise StoreUnavailable(msg)
 
     def stop(self, *, graceful: bool = True) -> None:
@@ -186,8 +193,7 @@ class EmbeddedValkey:
         self.resume()
         with suppress(StoreUnavailable):  # it hangs up instead of answering: that is how it says yes
             self.call("SHUTDOWN", "NOSAVE" if self._appendonly else "SAVE")
-        self._end(None)
-        self._saved = True
+        self._saved = self._end(None) == 0 or self._appendonly
 
     def kill(self) -> None:
         """End the server as a power cut would. What was not in an append-only file is lost."""
@@ -280,10 +286,11 @@ class EmbeddedValkey:
 
         return _until(lambda: process.poll() is not None or answers(), _START_TIMEOUT_S) and process.poll() is None
 
-    def _end(self, how: signal.Signals | None) -> None:
+    def _end(self, how: signal.Signals | None) -> int | None:
+        """Signal the child, if at all, and wait for its end; its exit code, `None` if there is no child of ours."""
         process = self._process
         if process is None or self._owner != os.getpid():
-            return
+            return None
         if how is not None:
             process.send_signal(how)  # to no one else: it does nothing once the child has been waited for
         try:
@@ -292,6 +299,7 @@ class EmbeddedValkey:
             process.kill()
             process.wait()
         self._process = None
+        return process.returncode
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:

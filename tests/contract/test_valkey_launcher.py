@@ -147,22 +147,37 @@ def test_options_win_and_the_password_is_in_the_url():
             launcher._call(server.port, [("PING",)])
 
 
-def test_bad_option_is_reported_with_the_servers_words():
-    """A server that refuses its configuration is an error with the end of its log."""
+def test_bad_option_is_reported_with_the_servers_words(monkeypatch, tmp_path):
+    """A server that refuses its configuration is an error with the end of its log, and leaves no files."""
+    monkeypatch.setattr(launcher.tempfile, "tempdir", str(tmp_path))
     with pytest.raises(StoreUnavailable, match="nonsense"):
         EmbeddedValkey(options={"nonsense": "1"}).start()
+    assert not list(tmp_path.iterdir())
 
 
-def test_taken_port_is_left_for_another(monkeypatch):
-    """Where somebody else took the port between choosing and binding, the next one is tried."""
+def test_failed_restart_leaves_the_data(own_valkey, monkeypatch):
+    """A restart that fails, as the port is taken, says so and leaves port and data for another try."""
+    monkeypatch.setattr(launcher, "_SOCKET_TIMEOUT_S", 0.2)
+    own_valkey.call("SET", "kept", 1)
+    own_valkey.stop()
     with socket.socket() as taken:
-        taken.bind((HOST, 0))
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((HOST, own_valkey.port))
         taken.listen()
-        ports = iter([taken.getsockname()[1], free_port()])
-        monkeypatch.setattr(launcher, "free_port", lambda: next(ports))
-        with EmbeddedValkey() as server:
-            assert server.port != taken.getsockname()[1]
-            assert server.call("PING") == b"PONG"
+        with pytest.raises(StoreUnavailable, match=f"port {own_valkey.port}"):
+            own_valkey.restart()
+        assert not own_valkey.running
+    own_valkey.restart()
+    assert own_valkey.call("GET", "kept") == b"1"
+
+
+def test_taken_port_is_left_for_another(valkey, monkeypatch):
+    """Where another server took the port between choosing and binding, its answers fool nobody: the next is tried."""
+    ports = iter([valkey.port, free_port()])
+    monkeypatch.setattr(launcher, "free_port", lambda: next(ports))
+    with EmbeddedValkey() as server:
+        assert server.port != valkey.port
+        assert f"process_id:{server.pid}\r\n".encode() in server.call("INFO", "server")
 
 
 def test_free_port_is_below_those_of_outgoing_connections():

@@ -9,7 +9,14 @@ itself how many calls are open. One process, loopback only::
         server.script([Step(fault=Fault.STATUS, status=503, calls=(1, 3))])
         ...
         assert server.stats()["chat"].most_in_flight <= 4
+
+A single call can ask for something of its own by headers: ``x-fake-ms`` (service time), ``x-fake-cost``,
+``x-fake-chunks`` (of a stream), ``x-fake-status`` (answered at once); ``x-message-id`` and ``x-priority`` are logged
+and counted. Each port, and the control port that no fault touches, answers ``GET /_stats``, ``GET /_log``,
+``POST /_reset``, ``POST /_script`` and ``POST /_die``.
 """
+
+from __future__ import annotations
 
 from guard_middleware.testing.model_server.config import FakeEndpoint, HostMemory, ServerConfig
 from guard_middleware.testing.model_server.launcher import ModelServer, ModelServerError

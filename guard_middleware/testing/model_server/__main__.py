@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -56,17 +57,25 @@ async def _serve(config: ServerConfig, *, until_stdin_ends: bool, detached: bool
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     if until_stdin_ends:
-        loop.add_reader(sys.stdin, lambda: os.read(sys.stdin.fileno(), 4096) or stop.set())
+        loop.add_reader(sys.stdin, _stop_at_end, sys.stdin.fileno(), stop)
     if not detached:
         _follow_parent(loop, stop, os.getppid())
     if config.max_seconds is not None:
         loop.call_later(config.max_seconds, stop.set)
     server = FakeServer(config)
     server.start()
+    # Hardly anything here is cyclic, but the log is long: looking through it often would stop the server now and then.
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
     where = {"pid": os.getpid(), "control": server.control_port, "endpoints": server.ports}
     sys.stdout.write(json.dumps(where) + "\n")
     sys.stdout.flush()
     await stop.wait()
+
+
+def _stop_at_end(descriptor: int, stop: asyncio.Event) -> None:
+    if not os.read(descriptor, 4096):
+        stop.set()
 
 
 def _follow_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, parent: int) -> None:

@@ -75,7 +75,8 @@ class HostMemory(Frozen):
             "CUDA out of memory", whichever endpoint it came to; ``None`` for never.
         dark_s: how long a dead host refuses connections.
         loading_s: how long it answers 503 "loading" after that.
-        death: what the open connections see: ``drop`` closes them without a further byte, ``reset`` resets them.
+        death: what clients see: ``drop`` closes open connections without a further byte, ``reset`` resets them, and
+            both refuse new ones; ``silent`` leaves all of them open without a byte, and resets them when the dark ends.
     """
 
     knee: float | None = Field(default=None, gt=0)
@@ -83,7 +84,7 @@ class HostMemory(Frozen):
     oom_above: int | None = Field(default=None, ge=0)
     dark_s: float = Field(default=1.0, ge=0)
     loading_s: float = Field(default=1.0, ge=0)
-    death: Literal["drop", "reset"] = "drop"
+    death: Literal["drop", "reset", "silent"] = "drop"
 
 
 class ServerConfig(Frozen):

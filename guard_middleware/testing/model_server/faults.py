@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _HTML = b"<html><body><h1>It works!</h1></body></html>"
 _GARBAGE = b"\x00\x01 this is not HTTP\r\n\r\n"
-_HALF = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 400\r\n\r\n{"object": "chat.completion", '
+_HALF = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 400\r\n\r\n{"object": "chat'
 
 
 def strike(exchange: Exchange, step: Step, prompt: str) -> None:
@@ -33,9 +33,9 @@ def strike(exchange: Exchange, step: Step, prompt: str) -> None:
         case Fault.RESET:
             exchange.reset()
         case Fault.TRUNCATE:
-            exchange.send_broken(_HALF, status=200)
+            exchange.send_raw(_HALF, status=200)
         case Fault.GARBAGE:
-            exchange.send_broken(_GARBAGE)
+            exchange.send_raw(_GARBAGE)
         case Fault.NOT_JSON:
             exchange.respond(200, _HTML, b"text/html")
         case _:

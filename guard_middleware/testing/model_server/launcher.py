@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import IO, TYPE_CHECKING, Literal, Self
 
 from guard_middleware.testing.model_server.config import FakeEndpoint, HostMemory, ServerConfig
 from guard_middleware.testing.model_server.script import Script, Step
@@ -86,21 +86,20 @@ class ModelServer:
         """Start the process; it listens when this returns.
 
         Raises:
-            ModelServerError: if it does not; with what it wrote to stderr.
+            ModelServerError: if it does not; it has then said why on stderr.
         """
         command = [sys.executable, "-m", "guard_middleware.testing.model_server", "--until-stdin-ends"]
         self._process = subprocess.Popen(
-            [*command, "--config-json", self.config.model_dump_json()],
+            [*command, "--config-json", self.config.model_dump_json(exclude_unset=True)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # an interrupted test can still ask what the server saw
             env=os.environ | {"PYTHONPATH": _import_path()},
         )
-        stdout = self._process.stdout
-        ready, _, _ = select.select([stdout], [], [], _START_S)
-        line = stdout.readline() if stdout is not None and ready else b""
+        line = _first_line(self._process.stdout)
         if not line:
             self.stop()
-            msg = "the model server did not start; see stderr"
+            msg = "the model server did not start; its stderr says why"
             raise ModelServerError(msg)
         where = json.loads(line)
         self._control, self._ports = where["control"], where["endpoints"]
@@ -144,8 +143,16 @@ class ModelServer:
         return ServerStats.model_validate_json(self._ask("GET", "/_stats"))
 
     def log(self) -> list[Request]:
-        """Return the last 200,000 requests in the order in which they ended, then those that are open."""
-        return [Request(*row) for row in json.loads(self._ask("GET", "/_log"))["rows"]]
+        """Return all requests since the last reset, in the order in which they ended, then those that are open.
+
+        Raises:
+            ModelServerError: if there were more than the server remembers: what is missing could be what matters.
+        """
+        answer = json.loads(self._ask("GET", "/_log"))
+        if answer["forgotten"]:
+            msg = f"the log has lost its oldest {answer['forgotten']} requests: reset() before what you want to look at"
+            raise ModelServerError(msg)
+        return [Request(*row) for row in answer["rows"]]
 
     def reset(self) -> None:
         """Begin to count afresh, with an empty log and no script. Calls that are open stay counted."""
@@ -161,7 +168,7 @@ class ModelServer:
         Raises:
             ModelServerError: if a step names an endpoint that is not there.
         """
-        self._ask("POST", "/_script", Script(steps=tuple(steps), starts=starts).model_dump_json())
+        self._ask("POST", "/_script", Script(steps=tuple(steps), starts=starts).model_dump_json(exclude_unset=True))
 
     def kill_host(self) -> None:
         """Take the host down now, as a call above the edge would."""
@@ -202,6 +209,14 @@ class ModelServer:
             msg = f"{method} {path}: {response.status} {answer.decode()}"
             raise ModelServerError(msg)
         return answer
+
+
+def _first_line(stream: IO[bytes] | None) -> bytes:
+    """Return a line as soon as it comes; nothing if none comes in time."""
+    if stream is None:
+        return b""
+    ready, _, _ = select.select([stream], [], [], _START_S)
+    return stream.readline() if ready else b""
 
 
 def _import_path() -> str:

@@ -7,9 +7,10 @@ import hashlib
 import json
 import math
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import JsonValue
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 OVERLOADED: JsonValue = {"error": {"message": "overloaded", "type": "overloaded_error", "code": 529}}
 
@@ -38,9 +39,9 @@ def filled(body: JsonValue, prompt: str) -> bytes:
 def prompt_of(body: dict[str, Any]) -> str:
     """Return what the caller asked: the last message's text, or the first input's."""
     messages = body.get("messages")
-    asked = messages[-1].get("content") if isinstance(messages, list) and messages else body.get("input", "")
+    asked = messages[-1].get("content") if messages else body.get("input", "")
     while isinstance(asked, list) and asked:
-        asked = asked[0]
+        asked = asked[0].get("text", "") if isinstance(asked[0], dict) else asked[0]
     return asked if isinstance(asked, str) else json.dumps(asked)
 
 
@@ -57,14 +58,16 @@ def completion(request_id: str, model: str, prompt: str, created: int) -> bytes:
         "logprobs": None,
         "finish_reason": "stop",
     }
-    return encode({
-        "id": f"chatcmpl-{request_id}",
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [choice],
-        "usage": usage(prompt, 1),
-    })
+    return encode(
+        {
+            "id": f"chatcmpl-{request_id}",
+            "object": "chat.completion",
+            "created": created,
+            "model": model,
+            "choices": [choice],
+            "usage": usage(prompt, 1),
+        }
+    )
 
 
 def usage(prompt: str, completion_tokens: int) -> dict[str, int]:

@@ -50,7 +50,7 @@ class Port:
             self._listener.listen(socket.SOMAXCONN)
             asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
 
-    def shut(self, open_calls: Literal["keep", "drop", "reset"] = "keep") -> None:
+    def shut(self, open_calls: Literal["keep", "drop", "reset"]) -> None:
         """Refuse connections from now on, close idle ones, and do to open calls as told."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one socket, with the manners of a server that may die: h11 reads, and the socket is ours to break.
+"""HTTP/1.1 on one socket, with the manners of a server that may die: h11 reads, and what is written is ours to break.
 
 An *exchange* is one request and what becomes of it. It is open from the moment the whole request has arrived until the
 last byte of its answer is in the kernel's hands, or until its connection is closed.
@@ -10,7 +10,7 @@ import asyncio
 import socket
 import struct
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import h11
 
@@ -25,10 +25,15 @@ _LINGER_AND_RESET = struct.pack("ii", 1, 0)
 JSON_TYPE = b"application/json"
 EVENT_TYPE = b"text/event-stream; charset=utf-8"
 TEXT_TYPE = b"text/plain; charset=utf-8"
+METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class Service(Protocol):
     """What stands behind the connections of one port."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether connections are kept after an answer."""
 
     def opened(self, connection: Connection) -> None:
         """A client has connected."""
@@ -49,62 +54,73 @@ class Exchange:
     Attributes:
         method: of the request.
         path: of the request, without its query.
-        query: of the request, without the question mark.
         headers: of the request, names in lower case.
         body: of the request.
+        keeps_alive: whether the client would go on using the connection.
         status: status sent, 0 as long as none is.
         ending: how it ended, "" as long as it has not.
     """
 
-    __slots__ = ("body", "connection", "ending", "headers", "method", "path", "query", "status")
+    __slots__ = ("_connection", "body", "ending", "headers", "keeps_alive", "method", "path", "status")
 
     def __init__(self, connection: Connection, head: h11.Request, body: bytes) -> None:
-        self.connection = connection
+        self._connection = connection
         self.method = head.method.decode()
-        self.path, _, self.query = head.target.decode("latin-1").partition("?")
+        self.path = head.target.decode("latin-1").partition("?")[0]
         self.headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
         self.body = body
+        self.keeps_alive = head.http_version == b"1.1" and self.headers.get("connection", "").lower() != "close"
         self.status = 0
-        self.ending: Ending | str = ""
+        self.ending: Ending | Literal[""] = ""
 
     def respond(
         self, status: int, body: bytes, kind: bytes = JSON_TYPE, headers: Iterable[tuple[str, str]] = ()
     ) -> None:
         """Send a whole answer."""
         self.status = status
-        fields = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
-        fields += [(name.encode(), value.encode()) for name, value in headers]
-        self.connection.send_whole(status, fields, body)
+        fields = [b"content-length: %d" % len(body)]
+        fields += [f"{name}: {value}".encode("latin-1") for name, value in headers]
+        self._connection.write(self._head(status, kind, fields) + body)
+        self._connection.finish_when_sent()
 
-    def start_stream(self, kind: bytes = EVENT_TYPE) -> None:
-        """Send the head of an answer whose body comes in chunks."""
+    def start_stream(self) -> None:
+        """Send the head of an answer that comes in server-sent events."""
         self.status = 200
-        self.connection.send_events(_head(200, [(b"content-type", kind)]))
+        self._connection.write(self._head(200, EVENT_TYPE, [b"transfer-encoding: chunked"]))
 
     def send_chunk(self, data: bytes) -> None:
         """Send a piece of the body."""
-        self.connection.send_events(h11.Data(data=data))
+        self._connection.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def end_stream(self) -> None:
         """End the body in order."""
-        self.connection.send_events(h11.EndOfMessage())
-        self.connection.finish_when_sent()
+        self._connection.write(b"0\r\n\r\n")
+        self._connection.finish_when_sent()
 
-    def send_broken(self, data: bytes, status: int = 0) -> None:
+    def send_raw(self, data: bytes, status: int = 0) -> None:
         """Send bytes as they are, then close: what they are is the caller's affair."""
         self.status = status
-        self.connection.write(data)
+        self._connection.write(data)
         self.close()
 
     def close(self) -> None:
-        """Close the connection now, in order, with or without bytes sent."""
-        self.connection.end(self, "cut" if self.connection.bytes_sent else "dropped")
-        self.connection.close()
+        """Close the connection now, in order, after what has been written."""
+        self._end("dropped")
+        self._connection.close()
 
     def reset(self) -> None:
         """Reset the connection now."""
-        self.connection.end(self, "cut" if self.connection.bytes_sent else "reset")
-        self.connection.reset()
+        self._end("reset")
+        self._connection.reset()
+
+    def _end(self, without_a_byte: Ending) -> None:
+        self._connection.end(self, "cut" if self._connection.bytes_sent else without_a_byte)
+
+    def _head(self, status: int, kind: bytes, fields: list[bytes]) -> bytes:
+        lines = [b"HTTP/1.1 %d %b" % (status, _REASONS.get(status, b"")), b"content-type: " + kind, *fields]
+        if not self.keeps_alive:
+            lines.append(b"connection: close")
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
 class Connection(asyncio.Protocol):
@@ -116,7 +132,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
+        self._http = h11.Connection(h11.SERVER)
         self._head: h11.Request | None = None
         self._body: list[bytes] = []
         self._blocked = False
@@ -157,29 +173,20 @@ class Connection(asyncio.Protocol):
             self.finish_when_sent()
 
     def write(self, data: bytes) -> None:
-        """Send bytes."""
-        self.bytes_sent = True
-        self._transport.write(data)
-
-    def send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """Send an answer in one piece."""
-        self.send_events(_head(status, headers), h11.Data(data=body), h11.EndOfMessage())
-        self.finish_when_sent()
-
-    def send_events(self, *events: h11.Event) -> None:
-        """Send pieces of an answer, unless the connection is gone."""
+        """Send bytes, unless the connection is gone."""
         if not self._transport.is_closing():
-            self.write(b"".join([self._http.send(event) or b"" for event in events]))
+            self.bytes_sent = True
+            self._transport.write(data)
 
     def finish_when_sent(self) -> None:
         """End the exchange as soon as the kernel has all of it, then be ready for the next one."""
+        exchange = self.exchange
         self._finishing = self._blocked
-        if self._blocked or self.exchange is None:
+        if self._blocked or exchange is None:
             return
-        self.end(self.exchange, "answered")
-        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
-            self._http.start_next_cycle()
-            self._read()
+        self.end(exchange, "answered")
+        if exchange.keeps_alive and self._service.is_open:
+            self._next_request()
         else:
             self.close()
 
@@ -206,6 +213,14 @@ class Connection(asyncio.Protocol):
         if self.exchange is not None:
             self.end(self.exchange, "abandoned")
 
+    def _next_request(self) -> None:
+        """Read a request from its beginning. h11 is never told what is sent, so each one gets a fresh reader."""
+        unread, _ = self._http.trailing_data
+        self._http = h11.Connection(h11.SERVER)
+        if unread:
+            self._http.receive_data(unread)
+            self._read()
+
     def _read(self) -> None:
         """Tell the service of a request once it is here; only one at a time is open on a connection."""
         while True:
@@ -214,22 +229,17 @@ class Connection(asyncio.Protocol):
             except h11.RemoteProtocolError:
                 self.close()
                 return
-            match event:
-                case h11.Request():
-                    self._head, self._body = event, []
-                    if self._http.they_are_waiting_for_100_continue:
-                        self.write(self._http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-                        self.bytes_sent = False
-                case h11.Data():
-                    self._body.append(bytes(event.data))
-                case h11.EndOfMessage() if self._head is not None:
-                    self.exchange = Exchange(self, self._head, b"".join(self._body))
-                    # One turn of the loop later: connections whose end stands in the same batch of news are counted
-                    # out before this request is counted in, in whichever order the kernel lists them.
-                    asyncio.get_running_loop().call_soon(self._service.begin, self.exchange)
-                case _:
-                    return
-
-
-def _head(status: int, headers: list[tuple[bytes, bytes]]) -> h11.Response:
-    return h11.Response(status_code=status, headers=headers, reason=_REASONS.get(status, b""))
+            if type(event) is h11.Request:
+                self._head, self._body = event, []
+                if self._http.they_are_waiting_for_100_continue:
+                    self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            elif type(event) is h11.Data:
+                self._body.append(bytes(event.data))
+            elif type(event) is h11.EndOfMessage and self._head is not None:
+                self.exchange = Exchange(self, self._head, b"".join(self._body))
+                # One turn of the loop later: connections whose end stands in the same batch of news are counted out
+                # before this request is counted in, in whichever order the kernel lists them.
+                asyncio.get_running_loop().call_soon(self._service.begin, self.exchange)
+                return
+            else:
+                return

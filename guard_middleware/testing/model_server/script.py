@@ -2,13 +2,16 @@
 
 A script in JSON::
 
-    {"starts": "now",
-     "steps": [
-       {"calls": [1, 3], "fault": "status", "status": 503, "headers": {"retry-after": "1"}},
-       {"from_s": 0.5, "to_s": 2, "fault": "refuse"},
-       {"message_calls": [1, 1], "fault": "drop", "after_ms": 20},
-       {"endpoint": "chat", "every": 2, "fault": "stream_reset", "chunks": 3},
-       {"in_flight_above": 2, "to_s": 30, "fault": "status", "status": 503}]}
+    {
+        "starts": "now",
+        "steps": [
+            {"calls": [1, 3], "fault": "status", "status": 503, "headers": {"retry-after": "1"}},
+            {"from_s": 0.5, "to_s": 2, "fault": "refuse"},
+            {"message_calls": [1, 1], "fault": "drop", "after_ms": 20},
+            {"endpoint": "chat", "every": 2, "fault": "stream_reset", "chunks": 3},
+            {"in_flight_above": 2, "to_s": 30, "fault": "status", "status": 503},
+        ],
+    }
 
 The first step that matches a call decides it. A step matches when all of its conditions hold; one without conditions
 matches always.
@@ -61,6 +64,28 @@ STREAM_FAULTS = frozenset({Fault.STREAM_RESET, Fault.STREAM_ERROR, Fault.STREAM_
 
 Span = tuple[int, int | None]
 
+_STREAM_DETAILS = frozenset({"chunks", "after_ms", "ms", "factor"})
+_DETAILS_OF: dict[Fault, frozenset[str]] = {
+    Fault.SERVE: frozenset({"after_ms", "ms", "factor"}),
+    Fault.STATUS: frozenset({"after_ms", "status", "headers", "body"}),
+    Fault.DROP: frozenset({"after_ms"}),
+    Fault.RESET: frozenset({"after_ms"}),
+    Fault.HANG: frozenset(),
+    Fault.REFUSE: frozenset({"open_calls"}),
+    Fault.TRUNCATE: frozenset({"after_ms"}),
+    Fault.GARBAGE: frozenset({"after_ms"}),
+    Fault.NOT_JSON: frozenset({"after_ms"}),
+    Fault.STREAM_RESET: _STREAM_DETAILS,
+    Fault.STREAM_ERROR: _STREAM_DETAILS | {"body"},
+    Fault.STREAM_SILENCE: _STREAM_DETAILS,
+    Fault.STREAM_NO_END: _STREAM_DETAILS,
+}
+_DETAILS = frozenset[str]().union(*_DETAILS_OF.values())
+_PROBE_FAULTS = frozenset({Fault.STATUS, Fault.DROP, Fault.RESET, Fault.HANG})
+_CALL_CONDITIONS = frozenset(
+    {"path", "calls", "message_calls", "every", "share", "contains", "in_flight_above", "cost_above", "times"}
+)
+
 
 class Step(BaseModel):
     """One rule of a script: conditions, and a fault.
@@ -81,9 +106,9 @@ class Step(BaseModel):
         to_s: ...until so long after (not included); ``None`` for no end.
         times: only so many times.
         probes: let it strike ``/health``, ``/v1/models`` and ``/metrics`` too (``status``, ``drop``, ``reset`` and
-            ``hang`` only); they count neither as calls nor in ``times``.
+            ``hang`` only). They are no calls, so only ``endpoint``, ``path``, ``from_s`` and ``to_s`` apply.
         after_ms: wait so long first. The call is open meanwhile.
-        status: of a ``status`` fault.
+        status: of a ``status`` fault, which must have one.
         headers: of a ``status`` fault, added to the usual ones.
         body: of a ``status`` or ``stream_error`` fault: text, or JSON; the usual error object if not given. In a
             text, ``{prompt}`` is replaced by what the caller asked.
@@ -119,11 +144,23 @@ class Step(BaseModel):
     open_calls: Literal["keep", "drop", "reset"] = "keep"
 
     @model_validator(mode="after")
-    def _refusal_has_a_window_only(self) -> Self:
-        others = (self.path, self.calls, self.message_calls, self.every, self.share, self.contains, self.times)
-        limits = (self.in_flight_above, self.cost_above)
-        if self.fault is Fault.REFUSE and any(other is not None for other in (*others, *limits)):
-            msg = "refuse: a closed port sees no calls; give it an endpoint, from_s and to_s only"
+    def _says_nothing_in_vain(self) -> Self:
+        """Refuse what would have no effect: a test that says it believes in it."""
+        given = self.model_fields_set
+        if vain := given & _DETAILS - _DETAILS_OF[self.fault]:
+            msg = f"{self.fault}: {', '.join(sorted(vain))} would have no effect"
+            raise ValueError(msg)
+        if self.fault is Fault.STATUS and "status" not in given:
+            msg = "status: say which one"
+            raise ValueError(msg)
+        if self.fault is Fault.REFUSE and (vain := given & _CALL_CONDITIONS):
+            msg = f"refuse: a closed port sees no calls, so {', '.join(sorted(vain))} would have no effect"
+            raise ValueError(msg)
+        if self.probes and (vain := given & _CALL_CONDITIONS - {"path"}):
+            msg = f"probes are not calls: {', '.join(sorted(vain))} would have no effect on them"
+            raise ValueError(msg)
+        if self.probes and self.fault not in _PROBE_FAULTS:
+            msg = f"{self.fault}: probes know only {', '.join(sorted(_PROBE_FAULTS))}"
             raise ValueError(msg)
         if self.to_s is not None and self.to_s <= self.from_s:
             msg = f"to_s {self.to_s} is not after from_s {self.from_s}"

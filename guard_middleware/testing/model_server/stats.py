@@ -37,11 +37,11 @@ class Request(NamedTuple):
     path: str
     status: int
     ending: Ending | Literal[""]
-    number: int
-    cost: int
-    message_id: str
-    priority: str
-    user: str
+    number: int = 0
+    cost: int = 0
+    message_id: str = ""
+    priority: str = ""
+    user: str = ""
 
     @property
     def seconds(self) -> float:

@@ -1,0 +1,73 @@
+"""guard_middleware: one model server's capacity, obeyed by every Dramatiq worker that shares it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from guard_middleware.config import EndpointConfig, GuardSettings, server_ceiling
+    from guard_middleware.errors import (
+        AdmissionDenied,
+        ConfigurationError,
+        GuardError,
+        LeaseLost,
+        StoreError,
+        StoreUnavailable,
+    )
+    from guard_middleware.guard import Guard
+    from guard_middleware.permit import Permit, current_permit
+    from guard_middleware.priority import Priority, current_priority, priority_scope
+    from guard_middleware.queueing.decorator import guarded
+    from guard_middleware.queueing.drain import drain
+    from guard_middleware.queueing.middleware import GuardMiddleware
+
+_HOMES = {
+    "AdmissionDenied": "errors",
+    "ConfigurationError": "errors",
+    "EndpointConfig": "config",
+    "Guard": "guard",
+    "GuardError": "errors",
+    "GuardMiddleware": "queueing.middleware",
+    "GuardSettings": "config",
+    "LeaseLost": "errors",
+    "Permit": "permit",
+    "Priority": "priority",
+    "StoreError": "errors",
+    "StoreUnavailable": "errors",
+    "current_permit": "permit",
+    "current_priority": "priority",
+    "drain": "queueing.drain",
+    "guarded": "queueing.decorator",
+    "priority_scope": "priority",
+    "server_ceiling": "config",
+}
+
+__all__ = [
+    "AdmissionDenied",
+    "ConfigurationError",
+    "EndpointConfig",
+    "Guard",
+    "GuardError",
+    "GuardMiddleware",
+    "GuardSettings",
+    "LeaseLost",
+    "Permit",
+    "Priority",
+    "StoreError",
+    "StoreUnavailable",
+    "current_permit",
+    "current_priority",
+    "drain",
+    "guarded",
+    "priority_scope",
+    "server_ceiling",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401  # a module's attributes are of any type
+    """Import a public name when it is first used: `import guard_middleware` itself loads nothing else."""
+    if name not in _HOMES:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,152 @@
+"""A permit in somebody's hands: where to call, and how the call ended."""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Self
+
+from guard_middleware.core.outcome import Classified, Outcome, classify_exception, classify_status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from guard_middleware.config import EndpointConfig
+    from guard_middleware.priority import Priority
+
+_WORSE = (Outcome.IGNORED, Outcome.SUCCESS, Outcome.BENIGN, Outcome.NEUTRAL, Outcome.OVERLOAD)
+"""From the least to the most that an outcome tells."""
+
+_current: ContextVar[Permit | None] = ContextVar("guard_current_permit", default=None)
+
+
+def current_permit() -> Permit | None:
+    """The permit under which this code runs, in a guarded actor or a ``with guard.permit(...)`` block; else `None`.
+
+    It is visible in the actor's coroutines too.
+    """
+    return _current.get()
+
+
+class Permit:
+    """The right to one call, or `cost` of them.
+
+    Used as a context manager it is released when the block ends, and an exception that leaves the block is
+    classified; a permit of a guarded actor is released by the actor's end.
+
+    Attributes:
+        endpoint: the endpoint chosen, the one asked for or its fallback: call its `base_url`.
+        model: id of the endpoint asked for.
+        priority: the call's priority.
+        cost: units.
+        probe: the call is the breaker's probe.
+    """
+
+    def __init__(
+        self,
+        *,
+        endpoint: EndpointConfig,
+        model: str,
+        priority: Priority,
+        cost: int,
+        probe: bool,
+        release: Callable[[Classified], None],
+        parent: Permit | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.model = model
+        self.priority = priority
+        self.cost = cost
+        self.probe = probe
+        self.lent = False
+        self._release = release
+        self._parent = parent
+        self._recorded: Classified | None = None
+        self._released = False
+        self._outer: Permit | None = None
+
+    def __repr__(self) -> str:
+        """Ids and numbers only."""
+        return f"<Permit model={self.model!r} endpoint={self.endpoint.id!r} priority={self.priority.value} cost={self.cost}>"
+
+    def record(
+        self,
+        *,
+        status: int | None = None,
+        exception: BaseException | None = None,
+        headers: object = None,
+        body: str | bytes | None = None,
+    ) -> Outcome:
+        """Tell how a call under this permit ended, where no exception will.
+
+        Of several records the one that says the most counts: an overload before a fault, before a success.
+
+        Args:
+            status: HTTP status of the answer.
+            exception: what the client raised.
+            headers: the answer's headers, for ``Retry-After``.
+            body: the answer's body, where a 5xx may say that it is an overload. It is not kept.
+
+        Returns:
+            The outcome that was recorded.
+        """
+        now_s = time.time()
+        extra = self.endpoint.overload_statuses
+        if exception is not None:
+            found = classify_exception(exception, now_epoch_s=now_s, extra_overload=extra)
+        elif status is not None:
+            found = classify_status(status, body_text=body, headers=headers, now_epoch_s=now_s, extra_overload=extra)
+        else:
+            found = Classified(outcome=Outcome.SUCCESS, reason="recorded")
+        target = self._parent or self
+        target._recorded = _worse(target._recorded, found)  # noqa: SLF001  # the same class
+        return found.outcome
+
+    def verdict(self, exc: BaseException | None) -> Classified:
+        """How the call ended, from what was recorded and the exception that left its block, if one did."""
+        if exc is None:
+            return self._recorded or Classified(outcome=Outcome.SUCCESS, reason="returned")
+        found = classify_exception(exc, now_epoch_s=time.time(), extra_overload=self.endpoint.overload_statuses)
+        return _worse(self._recorded, found)
+
+    @property
+    def released(self) -> bool:
+        """Whether the permit was given back."""
+        return self._released
+
+    def release(self, exc: BaseException | None = None) -> None:
+        """Give the permit back. A second call does nothing.
+
+        Args:
+            exc: the exception with which the call ended.
+        """
+        if self._released:
+            return
+        self._released = True
+        self._release(self.verdict(exc))
+
+    def __enter__(self) -> Self:
+        """Make this the current permit of the block."""
+        self._outer = _current.get()
+        _current.set(self)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Release, and classify the exception that leaves the block."""
+        _current.set(self._outer)
+        self._outer = None
+        self.release(exc)
+
+
+def set_current(permit: Permit | None) -> None:
+    """Make a permit the current one of this thread's context: the worker's hooks begin and end outside of a block."""
+    _current.set(permit)
+
+
+def _worse(first: Classified | None, second: Classified) -> Classified:
+    if first is None:
+        return second
+    return max(first, second, key=lambda one: _WORSE.index(one.outcome))

@@ -1,0 +1,1 @@
+"""Dramatiq: the decorator, the middleware, parking and taking, and the ways of other brokers."""

@@ -1,0 +1,111 @@
+"""One guarded delivery on a worker thread: from its permit to its release, exactly once (I5)."""
+
+from __future__ import annotations
+
+import threading
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from guard_middleware.core.commands import Finish, ParkAs
+from guard_middleware.core.outcome import Classified, Outcome
+from guard_middleware.errors import AdmissionDenied
+
+if TYPE_CHECKING:
+    from dramatiq.broker import MessageProxy
+
+    from guard_middleware.holdings import Holding
+    from guard_middleware.permit import Permit
+    from guard_middleware.queueing.member import Member
+
+_NOT_BEGUN = Classified(outcome=Outcome.IGNORED, reason="not begun")
+
+
+class Delivery:
+    """A message that may run: its lease, its permit, and how far it has come.
+
+    The wrapper around the actor's function begins and ends it. A coroutine that goes on after its actor was
+    interrupted keeps the lease until it ends: it still loads the server.
+    """
+
+    def __init__(self, member: Member, proxy: MessageProxy, holding: Holding, permit: Permit) -> None:
+        self.member = member
+        self.proxy = proxy
+        self.holding = holding
+        self.permit = permit
+        self.actor_name: str = proxy.actor_name
+        self.begun = False
+        self._lock = threading.Lock()
+        self._coroutines = 0
+        self._ended: Finish | None = None
+
+    def begin(self) -> None:
+        """The body starts."""
+        self.begun = True
+
+    def end(self, exc: BaseException | None) -> None:
+        """The body has ended: release, tell the outcome, take.
+
+        Raises:
+            GuardSkip: the message was parked again, or somebody else has it: this run leaves nothing behind.
+        """
+        verdict = self.permit.verdict(exc)
+        if isinstance(exc, AdmissionDenied):  # somebody else's capacity: no evidence about this endpoint
+            verdict = Classified(outcome=Outcome.IGNORED, reason="AdmissionDenied")
+        self._finish(verdict, self._park(exc, verdict))
+
+    def drop(self) -> None:
+        """The body never began: another middleware skipped the message, or failed."""
+        if self._ended is None and not self.begun:
+            self._finish(_NOT_BEGUN, ParkAs.NO)
+
+    def _park(self, exc: BaseException | None, verdict: Classified) -> ParkAs:
+        if exc is None or self.holding.message is None:
+            return ParkAs.NO
+        if isinstance(exc, AdmissionDenied):
+            return ParkAs.DENIED
+        return ParkAs.OVERLOADED if verdict.outcome is Outcome.OVERLOAD else ParkAs.NO
+
+    def _finish(self, verdict: Classified, park: ParkAs) -> None:
+        finish = Finish(
+            process=self.member.heartbeat.process,
+            lease=self.holding.lease,
+            outcome=verdict.outcome,
+            retry_after_ms=verdict.retry_after_ms or 0,
+            home=self.holding.home,
+            rank=self.holding.rank,
+            message=self.holding.message,
+            park=park,
+        )
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = finish
+            still_running = self._coroutines > 0
+        if not still_running:
+            self.member.finish(self.proxy, finish, verdict)
+
+    def coroutine_begins(self) -> None:
+        """A coroutine of the actor starts on the event loop."""
+        with self._lock:
+            self._coroutines += 1
+
+    def coroutine_ends(self) -> None:
+        """It has ended; if the actor ended before it, the lease ends now."""
+        with self._lock:
+            self._coroutines -= 1
+            late = self._ended if self._coroutines == 0 else None
+        if late is not None:
+            self.member.heartbeat.finish_later(late)
+
+
+_current: ContextVar[Delivery | None] = ContextVar("guard_current_delivery", default=None)
+
+
+def current_delivery() -> Delivery | None:
+    """The guarded delivery that this thread processes."""
+    return _current.get()
+
+
+def set_current_delivery(delivery: Delivery | None) -> None:
+    """Note which delivery this thread processes."""
+    _current.set(delivery)

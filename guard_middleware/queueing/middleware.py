@@ -1,0 +1,142 @@
+"""`GuardMiddleware`: Dramatiq's hooks, and which member of the guard each belongs to."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from dramatiq.middleware import Middleware, MiddlewareError
+
+from guard_middleware.errors import ConfigurationError
+from guard_middleware.guard import Guard
+from guard_middleware.observe import events
+from guard_middleware.queueing import options
+from guard_middleware.queueing.decorator import wrap
+from guard_middleware.queueing.member import Member
+
+if TYPE_CHECKING:
+    from dramatiq import Actor, Broker, Worker
+    from dramatiq.broker import MessageProxy
+    from dramatiq.message import Message
+
+_members: WeakKeyDictionary[Broker, tuple[int, Member]] = WeakKeyDictionary()
+_members_lock = threading.Lock()
+_BEFORE = frozenset({"AgeLimit", "TimeLimit", "ShutdownNotifications", "Retries", "Prometheus", "Callbacks", "Pipelines"})
+_AFTER = frozenset({"CurrentMessage"})
+
+
+class RefusedAtBoot(ConfigurationError, MiddlewareError):
+    """A worker may not start like this. Dramatiq lets this one through, so that the process ends."""
+
+
+def member_of(broker: Broker) -> Member | None:
+    """This process's member for a broker, `None` before a worker has booted."""
+    found = _members.get(broker)
+    return found[1] if found is not None and found[0] == os.getpid() else None
+
+
+class GuardMiddleware(Middleware):
+    """Admits, parks or postpones each message of a guarded actor.
+
+    Add it after the default middleware (and Prometheus) and before CurrentMessage. It opens no connection before a
+    worker boots.
+
+    Args:
+        guard: the deployment's guard; made from the environment if not given.
+    """
+
+    def __init__(self, guard: Guard | None = None) -> None:
+        self.guard = Guard.from_settings() if guard is None else guard
+
+    @property
+    def actor_options(self) -> set[str]:
+        """``guard_model``, ``guard_priority`` and ``guard_cost``."""
+        return set(options.NAMES)
+
+    def after_declare_actor(self, broker: Broker, actor: Actor[..., Any]) -> None:
+        """Guard an actor that was declared with ``guard_model`` among its options."""
+        if actor.options.get(options.MODEL) is not None:
+            wrap(actor)
+
+    def before_enqueue(self, broker: Broker, message: Message[Any], delay: int | None) -> None:
+        """Stamp the priority, once."""
+        options.stamp(broker, message, self.guard)
+
+    def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
+        """Check what is guarded here, refuse to start if something cannot be, and join."""
+        wrong = []
+        for actor in broker.actors.values():
+            model = actor.options.get(options.MODEL)
+            if model is None:
+                continue
+            try:
+                options.check_model(model)
+                self.guard.know(model)
+            except ConfigurationError as exc:
+                wrong.append(f"actor {actor.actor_name!r}: {exc}")
+        if wrong:
+            raise RefusedAtBoot("; ".join(wrong))
+        names = [type(one).__name__ for one in broker.middleware]
+        here = names.index(type(self).__name__)
+        misplaced = sorted(_BEFORE.intersection(names[here:]) | _AFTER.intersection(names[:here]))
+        if misplaced:
+            events.warning(
+                "guard.check",
+                warning="GuardMiddleware belongs after the default middleware and before CurrentMessage; "
+                f"on the wrong side of it: {', '.join(misplaced)}",
+            )
+
+        # Joined before any thread of the worker runs: connections and threads are made in its own process.
+        member = Member(self.guard, broker, worker)
+        with _members_lock:
+            _members[broker] = (os.getpid(), member)
+        member.boot()
+
+    def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
+        """Report the queues, whose consumers exist now."""
+        member = member_of(broker)
+        if member is not None:
+            member.heartbeat.poke()
+
+    def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
+        """Ask for the permit, or take the message out of the thread's hands."""
+        member = member_of(broker)
+        if member is not None:
+            member.before(message)
+
+    def after_process_message(
+        self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
+    ) -> None:
+        """End what the wrapper never began."""
+        member = member_of(broker)
+        if member is not None:
+            member.after(message)
+
+    def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
+        """End what the wrapper never began."""
+        self.after_process_message(broker, message)
+
+    def after_ack(self, broker: Broker, message: MessageProxy) -> None:
+        """The thread is idle again."""
+        member = member_of(broker)
+        if member is not None:
+            member.acked()
+
+    def after_nack(self, broker: Broker, message: MessageProxy) -> None:
+        """The thread is idle again."""
+        self.after_ack(broker, message)
+
+    def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
+        """Take nothing more, and give back what has not begun."""
+        member = member_of(broker)
+        if member is not None:
+            member.leave()
+
+    def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
+        """Say goodbye."""
+        with _members_lock:
+            found = _members.pop(broker, None)
+        if found is not None and found[0] == os.getpid():
+            found[1].stop()
