@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import (
     Field,
-    ModelWrapValidatorHandler,
     PrivateAttr,
     ValidationError,
-    model_validator,
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from guard_middleware.config_endpoint import PAUSE_HINT, EndpointConfig
 from guard_middleware.config_parse import (
-    Problem,
     SecretUrl,
+    Unchangeable,
     message,
     name,
     name_problem,
@@ -31,7 +29,7 @@ from guard_middleware.config_parse import (
     whole,
 )
 from guard_middleware.config_rules import Draft, problems_across, suspicions
-from guard_middleware.config_source import Environment, read_values, stray_variables, unknown_keyword, without
+from guard_middleware.config_source import environment, read_values, stray_variables, unknown_keyword, without
 from guard_middleware.config_url import api_url, normalise_base_url, redact_url, server_url
 from guard_middleware.core.values import EndpointSpec, Published, Rules
 from guard_middleware.errors import ConfigurationError
@@ -60,7 +58,7 @@ Count = Annotated[int, whole(1, zero=PAUSE_HINT)]
 Seconds = Annotated[float, number(0.001, _DAY_S)]
 
 
-class GuardSettings(BaseSettings):
+class GuardSettings(Unchangeable, BaseSettings):
     """Everything that the guard is told from outside.
 
     Read from the environment; keywords win over it. A keyword is the variable's name in lower case without ``GUARD_``
@@ -179,12 +177,21 @@ class GuardSettings(BaseSettings):
         Raises:
             ConfigurationError: with everything that is wrong, none of the values.
         """
-        named: dict[str, Any] = {_VARIABLES.get(key, key): value for key, value in values.items()}
+        named = {_VARIABLES.get(key, key): value for key, value in values.items()}
         problems = [unknown_keyword(key, _VARIABLES) for key in named if key not in _VARIABLES.values()]
+        said = environment(_VARIABLES.values(), named) | named
+        fields, entries, unreadable = read_values({key: said[key] for key in _VARIABLES.values() if key in said})
+        problems += unreadable
         try:
-            super().__init__(**{key: value for key, value in named.items() if key in _VARIABLES.values()})
-        except _Refusal as refusal:
-            problems += refusal.problems
+            super().__init__(**fields)
+        except ValidationError as error:
+            found = list(problems_in(error))
+            problems += found
+            # The rules between fields are applied to what is left, so that one message tells about everything.
+            super().__init__(**without(fields, found))
+        problems += problems_across(Draft(self, entries, frozenset(str(problem.path[0]) for problem in problems)))
+        ignored = {*self.ignore_variables, *(entry.key_variable for entry in entries)}
+        problems += stray_variables(os.environ, _VARIABLES.values(), ignored)
         # Outside of the except block: what is chained to an exception is carried along to whoever reports it.
         if problems:
             raise ConfigurationError(message(problems))
@@ -203,28 +210,9 @@ class GuardSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Keywords before the environment, in which a blank variable counts as not set. Nothing else is read."""
-        del env_settings, dotenv_settings, file_secret_settings
-        return init_settings, Environment(settings_cls)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _check(cls, data: dict[str, Any], handler: ModelWrapValidatorHandler[Self]) -> Self:
-        values, entries, problems = read_values(data)
-        try:
-            settings = handler(values)
-        except ValidationError as error:
-            # The rules between fields are applied to what is left, so that one message tells about everything.
-            found = list(problems_in(error))
-            problems += found
-            settings = handler(without(values, found))
-        unsure = frozenset(str(problem.path[0]) for problem in problems)
-        problems += problems_across(Draft(settings, entries, unsure))
-        ignored = {*settings.ignore_variables, *(entry.key_variable for entry in entries)}
-        problems += stray_variables(os.environ, _VARIABLES.values(), ignored)
-        if problems:
-            raise _Refusal(problems)
-        return settings
+        """Nothing but keywords: the constructor reads the environment, to tell everything that is wrong at once."""
+        del settings_cls, env_settings, dotenv_settings, file_secret_settings
+        return (init_settings,)
 
     def endpoint(self, endpoint_id: str) -> EndpointConfig:
         """The endpoint with this id. With no models configured, every id is one, with the usual ceiling.
@@ -322,12 +310,6 @@ class GuardSettings(BaseSettings):
 
 
 _VARIABLES = {field_name: str(field.validation_alias) for field_name, field in GuardSettings.model_fields.items()}
-
-
-class _Refusal(Exception):  # noqa: N818  # a private signal; no ValueError, which pydantic would wrap
-    def __init__(self, problems: list[Problem]) -> None:
-        super().__init__()
-        self.problems = problems
 
 
 def server_ceiling(model: str, settings: GuardSettings | None = None) -> int:

@@ -11,8 +11,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, fi
 
 from guard_middleware.config_parse import (
     Problem,
+    Unchangeable,
     message,
     name,
+    name_problem,
     nearest,
     problems_in,
     refuse,
@@ -36,6 +38,7 @@ _ALSO_CALLED = {
     "ceiling": "max_concurrent_requests",
     "cooldown": "MODEL_BREAKER_BASE_COOLDOWN_S, a variable for all endpoints",
     "concurrency": "max_concurrent_requests",
+    "enabled": "MODEL_CIRCUIT_BREAKER, a variable for all endpoints",
     "endpoint": "base_url",
     "group": "gpu_group",
     "instances": "parallel_instances",
@@ -82,7 +85,7 @@ Capacity = Annotated[int, whole(1, zero=PAUSE_HINT)]
 Truth = Annotated[bool, truth()]
 
 
-class EndpointConfig(BaseModel):
+class EndpointConfig(Unchangeable, BaseModel):
     """One served model: what is guarded.
 
     Everything but the id may be left out; ``null`` is the same as leaving it out, and so is an empty text. Whole
@@ -142,7 +145,7 @@ class EndpointConfig(BaseModel):
         if not isinstance(fields, dict):
             return fields
         given = {key: value for key, value in fields.items() if value is not None or key == "id"}
-        if not given.get("model") and isinstance(given.get("id"), str):
+        if not given.get("model") and name_problem(given.get("id")) is None:
             given["model"] = given["id"]
         return given
 

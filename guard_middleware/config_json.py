@@ -12,11 +12,11 @@ _STRING_OR_BRACE = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}]', re.DOTALL)
 _LONGEST_INTEGER = 18
 
 
-class Unreadable(Exception):  # noqa: N818  # a private signal, turned into a problem at once
+class Unreadable(Exception):  # a private signal, turned into a problem at once
     """The text is not the JSON that is expected. Its message follows on the variable's name."""
 
 
-class _RepeatedKey(Exception):  # noqa: N818  # a private signal
+class _RepeatedKey(Exception):  # a private signal
     def __init__(self, key: str, objects_before: int) -> None:
         super().__init__()
         self.key = key

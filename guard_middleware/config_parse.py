@@ -215,6 +215,21 @@ def name_problem(value: object, forbidden: str = "") -> str | None:
     return None
 
 
+class Unchangeable:
+    """Refuses assignments itself: pydantic's own error about a frozen model repeats the value."""
+
+    def __setattr__(self, field: str, value: object) -> None:
+        """Let only private attributes be set, by pydantic.
+
+        Raises:
+            AttributeError: for every other one.
+        """
+        if not field.startswith("_"):
+            msg = f"{type(self).__name__}.{field} is frozen: make a new one instead"
+            raise AttributeError(msg)
+        super().__setattr__(field, value)
+
+
 class SecretUrl(Secret[str]):
     """A URL that is shown without its credentials. `get_secret_value` returns it whole."""
 

@@ -8,16 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic_settings import PydanticBaseSettingsSource
-
 from guard_middleware.config_endpoint import Entry, read_entries
 from guard_middleware.config_json import Unreadable, parse_json
 from guard_middleware.config_parse import Problem, nearest, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
-
-    from pydantic.fields import FieldInfo
 
 _MODELS, _FILE = "GUARD_MODELS", "GUARD_MODELS_FILE"
 _BUDGETS, _ROLES, _IGNORED = "GPU_CONCURRENCY_BUDGETS", "GPU_RESERVED_ROLES", "GUARD_IGNORE_VARIABLES"
@@ -39,20 +35,17 @@ _SERVICE_LINK = re.compile(r"GUARD_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT
 """What Kubernetes puts into every container for a service whose name begins with "guard"."""
 
 
-class Environment(PydanticBaseSettingsSource):
-    """The environment: exact names, blank means not set, and no decoding (whose errors would repeat the value)."""
+def environment(variables: Iterable[str], keywords: Collection[str]) -> dict[str, Any]:
+    """What the environment says. A blank variable counts as not set, and spaces around a value do not count.
 
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """One variable, ``None`` if it is not set."""
-        del field_name
-        variable = str(field.validation_alias)
-        return os.environ.get(variable, "").strip() or None, variable, False
-
-    def __call__(self) -> dict[str, Any]:
-        """All variables that are set. A keyword for the models replaces both variables that could name them."""
-        hidden = {_MODELS, _FILE} if {_MODELS, _FILE}.intersection(self.current_state) else set()
-        found = (self.get_field_value(field, key) for key, field in self.settings_cls.model_fields.items())
-        return {variable: value for value, variable, _ in found if value is not None and variable not in hidden}
+    Args:
+        variables: to look for.
+        keywords: variables that were given in Python instead. If the models are among them, in either way, then both
+            variables that could name the models are passed over.
+    """
+    passed_over = {_MODELS, _FILE} if {_MODELS, _FILE}.intersection(keywords) else set()
+    found = {variable: os.environ.get(variable, "").strip() for variable in variables if variable not in passed_over}
+    return {variable: value for variable, value in found.items() if value}
 
 
 def read_values(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Entry], list[Problem]]:

@@ -146,6 +146,11 @@ class Holdings:
             holding.running = True
             return True
 
+    def find(self, lease: str) -> Holding | None:
+        """The lease, if this process holds it."""
+        with self._lock:
+            return self._held.get(lease)
+
     def drop(self, lease: str) -> Holding | None:
         """Forget a lease: it is finished, or was never given."""
         with self._lock:

@@ -228,6 +228,8 @@ class Reference(Servant):
         if not state.epoch or known is None:
             return self._reply(Status.UNCONFIGURED, command.process)
         known.alive_until_ms = now_ms + state.rules.lease_ms
+        if command.id != known.beat:
+            known.beat, known.before_ms, known.beat_at_ms = command.id, known.beat_at_ms, now_ms
         known.queues = command.queues
         known.worker = command.worker
         stolen = tuple(held.lease for held in command.asserts if not self._assert(command.process, held))
@@ -237,13 +239,15 @@ class Reference(Servant):
         named = {*command.leases, *(held.lease for held in command.asserts)}
         explained = {*command.outstanding, command.id}
         mine = sorted(
-            lease_id for lease_id, lease in state.leases.items() if lease.process == command.process and not lease.hold
+            (one for one, lease in state.leases.items() if lease.process == command.process and not lease.hold),
+            key=lambda one: (len(one), one),
         )
         for lease_id in mine:
-            via = lease_id.split(":", 1)[0]
-            if lease_id not in named and via not in explained:
+            lease = state.leases[lease_id]
+            known_then = lease.started_at_ms < known.before_ms  # else it may be younger than this beat's list
+            if known_then and lease_id not in named and lease_id not in explained and lease.via not in explained:
                 self._give_back(lease_id)
-        again = tuple(lease_id for lease_id in mine if lease_id.split(":", 1)[0] == command.id and ":" in lease_id)
+        again = tuple(one for one in mine if one in state.leases and state.leases[one].via == command.id)
         repeated = self._takes(again)
         want = 0 if command.leaving else max(0, command.take - len(repeated))
         if want and not repeated:

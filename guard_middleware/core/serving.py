@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from guard_middleware.core.admission import (
@@ -211,7 +211,7 @@ class Servant(Machine):
         Args:
             process: who asks, with `want` idle threads.
             want: how many messages it can run.
-            via: id of the command; the new leases are named after it, so that a repeat finds them.
+            via: id of the command; the new leases remember it, so that a repeat finds them.
         """
         serving = Serving(process=process, want=want, via=via)
         if self.recovering():
@@ -327,8 +327,10 @@ class Servant(Machine):
             namespace=line[1], queue=line[2], id=waiter, worker=self.state.processes[serving.process].worker
         )
         self.broker.ack_set(message).add(waiter)
-        lease_id = f"{serving.via}:{len(serving.takes)}"
-        lease, probe = self.grant(lease_id, self.new_lease(endpoint, line[0], serving.process, parked, message))
+        self.state.takes += 1
+        lease_id = f"{self.state.epoch}:{self.state.takes}"  # not made of `via`: it would grow with each take
+        fresh = self.new_lease(endpoint, line[0], serving.process, parked, message)
+        lease, probe = self.grant(lease_id, replace(fresh, via=serving.via))
         serving.want -= 1
         serving.takes.append(
             Take(

@@ -35,6 +35,7 @@ class Lease:
         expires_at_ms: it stops counting at this instant.
         started_at_ms: when it was given.
         hold: it only keeps a unit for `process`, which was notified.
+        via: id of the command whose reply hands it over, "" for a lease that was asked for under its own id.
     """
 
     endpoint: str
@@ -49,6 +50,7 @@ class Lease:
     expires_at_ms: int
     started_at_ms: int
     hold: bool = False
+    via: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +96,18 @@ class Tombstone:
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """What a live process has reported of itself."""
+    """What a live process has reported of itself.
+
+    Attributes:
+        alive_until_ms: it counts as dead from here on.
+        idle: its idle threads.
+        worker: the broker's id of its worker.
+        queues: the queues that it consumes.
+        beaten_at_ms: when its last beat was carried out; 0 before the first.
+    """
 
     alive_until_ms: int
+    beaten_at_ms: int = 0
     idle: int = 0
     worker: str = ""
     queues: tuple[Queue, ...] = ()
@@ -128,6 +139,7 @@ class GuardState:
     epoch_until_ms: int = 0
     last_run_ms: int = 0
     places: int = 0
+    takes: int = 0
     published: dict[str, Published] = field(default_factory=dict)
     specs: dict[str, EndpointSpec] = field(default_factory=dict)
     budgets: dict[str, int] = field(default_factory=dict)

@@ -84,6 +84,12 @@ class Delivery:
         if not still_running:
             self.member.finish(self.proxy, finish, verdict)
 
+    @property
+    def outlived(self) -> bool:
+        """Whether a coroutine of the actor still runs."""
+        with self._lock:
+            return self._coroutines > 0
+
     def coroutine_begins(self) -> None:
         """A coroutine of the actor starts on the event loop."""
         with self._lock:

@@ -45,6 +45,7 @@ class Member:
         self._busy: set[int] = set()
         self._taken: dict[tuple[str, str], Holding] = {}
         self._to_requeue: list[tuple[str, str]] = []
+        self._asked: dict[int, tuple[threading.Thread, str]] = {}
         self._store = guard.make_store()
         self._parks: bool | None = None if private.namespace_of(broker) is not None else False
         self.heartbeat = guard.new_heartbeat(self, self._store)
@@ -134,8 +135,20 @@ class Member:
             private.push(self._dramatiq, proxy)
 
     def beaten(self) -> None:
-        """Put back what left by the skip while the store was away."""
+        """Put back what left by the skip while the store was away, and release for threads that have died."""
         self._requeue_local()
+        with self._lock:
+            dead = [ident for ident, (thread, _) in self._asked.items() if not thread.is_alive()]
+        for ident in dead:
+            self._let_go_of(ident)
+
+    def _let_go_of(self, ident: int) -> None:
+        """Release what a thread asked for and did not finish: an interrupt can strike between any two lines (I5)."""
+        with self._lock:
+            _, lease = self._asked.pop(ident, (None, ""))
+        holding = self.heartbeat.holdings.find(lease)
+        if holding is not None:
+            self._release(holding)
 
     def _release(self, holding: Holding | None) -> None:
         if holding is not None:
@@ -156,6 +169,7 @@ class Member:
         Raises:
             GuardSkip: it was parked, postponed, or is not this worker's any more; or it is to be dead-lettered.
         """
+        self._let_go_of(threading.get_ident())
         with self._lock:
             self._busy.add(threading.get_ident())
         set_current_delivery(None)
@@ -173,6 +187,7 @@ class Member:
         if holding is None:
             self._ask(proxy, asked, new_id(), confirm=False)
             return
+        self._note_asked(holding.lease)
         lease_s, _ = self.heartbeat.rules
         match self.heartbeat.holdings.begin(holding, fresh_s=lease_s / 2):
             case True:
@@ -182,11 +197,17 @@ class Member:
             case None:
                 self._skip(proxy)
 
+    def _note_asked(self, lease: str) -> None:
+        thread = threading.current_thread()
+        with self._lock:
+            self._asked[threading.get_ident()] = (thread, lease)
+
     def _pop_taken(self, proxy: MessageProxy) -> Holding | None:
         with self._lock:
             return self._taken.pop((proxy.queue_name, private.delivery_id_of(proxy)), None)
 
     def _ask(self, proxy: MessageProxy, asked: CallOptions, lease: str, *, confirm: bool) -> None:
+        self._note_asked(lease)
         reply, holding = self._answer(proxy, asked, lease, confirm=confirm)
         match reply.status:
             case Status.ADMITTED if holding is not None:
@@ -386,11 +407,17 @@ class Member:
     def after(self, proxy: MessageProxy) -> None:
         """The message is processed or skipped: what the wrapper never began ends here."""
         delivery = current_delivery()
-        set_current_delivery(None)
-        set_current(None)
         if delivery is not None:
             delivery.drop()
+            set_current_delivery(None)
+            set_current(None)
+            if delivery.outlived:  # its coroutine ends the lease
+                with self._lock:
+                    self._asked.pop(threading.get_ident(), None)
+            else:
+                self._let_go_of(threading.get_ident())
             return
+        self._let_go_of(threading.get_ident())
         taken = self._pop_taken(proxy)
         if taken is not None:
             self._release(taken)  # another middleware skipped it before the guard saw it

@@ -215,57 +215,68 @@ def test_server_outlives_the_thread_that_started_it():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent is gone")
-def test_server_dies_with_its_parent():
+def test_server_dies_with_its_parent(tmp_path):
     """A test run that is killed leaves no server behind, a paused one neither."""
     code = (
         "from guard_middleware.testing.valkey import EmbeddedValkey\n"
         "servers = [EmbeddedValkey(), EmbeddedValkey()]\n"
         "for server in servers: server.start()\n"
         "servers[1].pause()\n"
-        "print(*(server.port for server in servers), *(server._folder for server in servers), flush=True)\n"
+        "print(*(number for server in servers for number in (server.port, server.pid)), flush=True)\n"
         "input()\n"
     )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # nobody will be left to remove the files
     with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
-        first, second, *folders = parent.stdout.readline().split()
-        assert listens(int(first))
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-        wait_until(lambda: not listens(int(first)) and not listens(int(second)))
-    for folder in folders:  # nobody was left to remove them
-        for path in sorted(Path(folder).rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        Path(folder).rmdir()
+        first, first_pid, second, second_pid = map(int, parent.stdout.readline().split())
+        assert listens(first)
+        parent.kill()
+    try:
+        wait_until(lambda: not listens(first) and not listens(second))
+    except AssertionError:
+        os.kill(first_pid, signal.SIGKILL)
+        os.kill(second_pid, signal.SIGKILL)
+        raise
+
+
+def status_of_fork(body):
+    """Run a function in a forked process, which does not outlive its 20 s; 0 if it returned without an error."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            body()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1]
 
 
 @forks
 def test_fork_does_not_end_the_parents_server(own_valkey):
     """A forked process that leaves the block, or closes, ends nothing."""
-    child = os.fork()
-    if child == 0:
-        try:
-            own_valkey.kill()
-            own_valkey.close()
-        finally:
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def leave():
+        own_valkey.kill()
+        own_valkey.close()
+
+    assert status_of_fork(leave) == 0
     assert own_valkey.call("PING") == b"PONG"
 
 
 @forks
 def test_fork_starts_servers_of_its_own():
     """A forked process can start a server, although the parent's starting thread is not there."""
-    with EmbeddedValkey():  # the parent's thread exists
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                with EmbeddedValkey() as server:
-                    status = 0 if server.call("PING") == b"PONG" else 1
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+
+    def start():
+        with EmbeddedValkey() as server:
+            assert server.call("PING") == b"PONG"
+
+    with EmbeddedValkey():  # so that the parent's thread exists
+        assert status_of_fork(start) == 0
 
 
 def test_find_server_obeys_the_environment(monkeypatch, tmp_path):

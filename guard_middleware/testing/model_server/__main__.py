@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: of the command line, without the program's name.
 
     Returns:
-        The exit code: 0 after an orderly end, 2 for a configuration that cannot work.
+        The exit code: 0 after an orderly end, 2 if the configuration cannot work or a port is taken.
     """
     parser = argparse.ArgumentParser(prog="model_server", description=__doc__)
     source = parser.add_mutually_exclusive_group()
@@ -47,7 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
         config = config.model_copy(update={"max_seconds": options.max_seconds})
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    asyncio.run(_serve(config, until_stdin_ends=options.until_stdin_ends, detached=options.detached))
+    try:
+        asyncio.run(_serve(config, until_stdin_ends=options.until_stdin_ends, detached=options.detached))
+    except OSError as exc:
+        sys.stderr.write(f"cannot serve: {exc.strerror}\n")
+        return 2
     return 0
 
 

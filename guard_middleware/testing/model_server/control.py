@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,7 +38,7 @@ class Controlled(Protocol):
 
 
 def answer_control(server: Controlled, exchange: Exchange) -> None:
-    """Answer a request whose path begins with ``/_``; see the routes below.
+    """Answer a request whose path begins with ``/_``; what it asks for is in force when the answer comes.
 
     ``GET /_stats``, ``GET /_log``, ``POST /_reset``, ``POST /_script`` with a script in JSON, ``POST /_die``.
     """
@@ -49,12 +50,12 @@ def answer_control(server: Controlled, exchange: Exchange) -> None:
             exchange.respond(200, payloads.encode({"fields": Request._fields, "rows": rows, "forgotten": forgotten}))
         case "POST", "/_reset":
             server.reset()
-            exchange.respond(200, b"{}")
+            _confirm(exchange)
         case "POST", "/_script":
             _follow(server, exchange)
         case "POST", "/_die":
-            exchange.respond(200, b"{}")
             server.die()
+            _confirm(exchange)
         case _:
             exchange.respond(404, payloads.error(f"no {exchange.method} {exchange.path} here", 404))
 
@@ -66,5 +67,10 @@ def _follow(server: Controlled, exchange: Exchange) -> None:
     except ValueError as exc:
         exchange.respond(400, payloads.error(str(exc), 400))
     else:
-        exchange.respond(200, b"{}")
         server.follow(script)
+        _confirm(exchange)
+
+
+def _confirm(exchange: Exchange) -> None:
+    """Say yes one turn of the loop later, when the sockets that were closed meanwhile really are."""
+    asyncio.get_running_loop().call_soon(exchange.respond, 200, b"{}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from typing import TYPE_CHECKING, Literal
 
@@ -89,5 +90,9 @@ def _bound(number: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setblocking(False)
-    sock.bind((LOOPBACK, number))
+    try:
+        sock.bind((LOOPBACK, number))
+    except OSError as exc:
+        sock.close()
+        raise OSError(exc.errno, f"port {number}: {os.strerror(exc.errno or 0)}") from exc
     return sock

@@ -1,0 +1,119 @@
+--[[
+  The admission rule over one endpoint and its GPU group: what `core/admission.py` says (I1), and the choice between an
+  endpoint and its fallback.
+]]
+
+local function spec_of(endpoint) return record("spec:" .. endpoint) end
+
+local function ceiling_of(endpoint, spec)
+  return tonumber(fact("override:" .. endpoint) or spec.ceiling)
+end
+
+-- Units of a limit that background may not take; at least one is always left to it.
+local function reserve_of(limit, fixed)
+  if limit <= 1 then return 0 end
+  return min(fixed or max(1, floor(rules.reserve_fraction * limit + 0.5)), limit - 1)
+end
+
+-- The state of the breaker of an endpoint; one that is switched off counts as closed.
+local function phase_at(endpoint, spec)
+  return spec.breaker and phase_of(breaker_of(endpoint)) or "closed"
+end
+
+-- Units of the present generation, of which the ramp counts.
+local function present(endpoint, generation)
+  local units = 0
+  for _, unit in ipairs(call("ZRANGEBYSCORE", root .. "units:" .. endpoint, now + 1, "+inf")) do
+    local lease = not unit:find("\31", 1, true) and lease_of(unit)
+    if lease and lease.generation == generation then units = units + lease.cost end
+  end
+  return units
+end
+
+-- Whether the probe's role is taken, or a unit is held for the probe.
+local function probe_live(endpoint, breaker)
+  local units = root .. "units:" .. endpoint
+  if breaker.probe ~= "" and now < breaker.probe_until_ms
+    and tonumber(call("ZSCORE", units, breaker.probe) or 0) > now then
+    return true
+  end
+  for _, unit in ipairs(call("ZRANGEBYSCORE", units, now + 1, "+inf")) do
+    if unit:sub(1, #HOLD) == HOLD then return true end
+  end
+  return false
+end
+
+-- Why this endpoint would not admit a call now, or nil; and whether only the GPU group stands against it.
+local function against(endpoint, spec, rank, cost, aged)
+  if fact("paused:" .. endpoint) then return "paused", false end
+  local breaker = breaker_of(endpoint)
+  local phase = spec.breaker and phase_of(breaker) or "closed"
+  if phase == "open" then return "breaker_open", false end
+  if phase == "half_open" and probe_live(endpoint, breaker) then return "probing", false end
+  local ceiling = ceiling_of(endpoint, spec)
+  local units = in_flight(endpoint) + cost
+  if units > ceiling then return "endpoint_full", false end
+  local background = rank >= BACKGROUND and not aged and phase == "closed"
+  if phase == "closed" then
+    local ramping = breaker.ramp ~= -1
+    local ramped = ramping and present(endpoint, breaker.generation) or 0
+    if ramped > 0 and ramped + cost > 1 + breaker.ramp then return "endpoint_full", false end
+    if background then
+      if units > ceiling - reserve_of(ceiling, spec.reserve) then return "reserved", false end
+      if ramping then
+        local limit = min(ceiling, 1 + breaker.ramp)
+        if ramped + cost > limit - reserve_of(limit, spec.reserve) then return "reserved", false end
+      end
+    end
+  end
+  if not spec.budget then return nil, false end
+  local total, set_aside = units, 0
+  for _, other in ipairs(spec.others) do
+    local taken = in_flight(other.id)
+    total = total + taken
+    set_aside = set_aside + max(0, other.floor - taken)
+  end
+  if background and total > spec.budget - reserve_of(spec.budget) then return "reserved", true end
+  if total + set_aside > spec.budget then return "group_full", true end
+  return nil, false
+end
+
+--[[
+  Choose the endpoint for a call: its own, or the fallback while its own breaker is not closed.
+  Returns the endpoint; why it would not admit the call, or nil; and whether only the GPU group stands against it.
+]]
+local function place_call(home, rank, cost, aged)
+  local spec = spec_of(home)
+  if not spec then return home, "paused", false end
+  local reason, by_group = against(home, spec, rank, cost, aged)
+  if not reason or spec.fallback == "" or fact("paused:" .. home) or phase_at(home, spec) == "closed" then
+    return home, reason, by_group
+  end
+  local fallback = spec_of(spec.fallback)
+  if not fallback then return home, reason, by_group end
+  return spec.fallback, against(spec.fallback, fallback, rank, cost, aged)
+end
+
+-- How often a permit of this endpoint becomes free: mean call over limit.
+local function step_ms(endpoint)
+  local mean_ms = tonumber(fact("mean:" .. endpoint) or 0)
+  local limit = 1
+  local spec = spec_of(endpoint)
+  if spec then
+    local ramp = breaker_of(endpoint).ramp
+    limit = ceiling_of(endpoint, spec)
+    if ramp ~= -1 then limit = min(limit, 1 + ramp) end
+  end
+  return max(1, floor((mean_ms > 0 and mean_ms or 1000) / max(1, limit)))
+end
+
+-- How long a delay lasts at least, as far as is known.
+local function wait_ms(endpoint, reason)
+  local breaker = breaker_of(endpoint)
+  if reason == "breaker_open" then return breaker.open_until_ms - now end
+  if reason == "probing" then
+    local mean_ms = tonumber(fact("mean:" .. endpoint) or 0)
+    return max(1, min(mean_ms > 0 and mean_ms or 1000, breaker.probe_until_ms - now))
+  end
+  return rules.heartbeat_ms
+end
