@@ -59,9 +59,7 @@ lint: venv
 types: venv
 	$(RUN) mypy $(TYPED)
 
-# import-linter asks that the folders of its roots are there.
 imports: venv
-	@mkdir -p actors settings
 	$(BIN)/lint-imports --no-logo
 
 # Never passes unseen: where there is no luacheck, say so and fail, unless told LUACHECK=skip.

@@ -100,6 +100,9 @@ class Heartbeat:
         self.host: Host = host or NoWorker()
         self.holdings = Holdings(self.process, self.host.worker)
         self.waiting = False
+        rules = published().rules
+        self.lease_s = rules.lease_ms / 1000
+        self.heartbeat_s = rules.heartbeat_ms / 1000
         self._published = published
         self._first_start_hold_ms = first_start_hold_ms
         self._epoch = ""
@@ -116,12 +119,6 @@ class Heartbeat:
         self._threads: list[threading.Thread] = []
 
     # -- life ------------------------------------------------------------------------------------------------------
-
-    @property
-    def rules(self) -> tuple[float, float]:
-        """Lease time and heartbeat, in seconds, as this process has them configured."""
-        rules = self._published().rules
-        return rules.lease_ms / 1000, rules.heartbeat_ms / 1000
 
     def start(self) -> None:
         """Publish, report once, and begin to beat. A store that is away is waited for by the threads."""
@@ -267,9 +264,8 @@ class Heartbeat:
         Raises:
             StoreUnavailable: there was no usable answer; the next beat names everything again.
         """
-        _, heartbeat_s = self.rules
         leaving = self._leaving
-        given_back = self.holdings.give_back(older_than_s=0 if leaving else heartbeat_s)
+        given_back = self.holdings.give_back(older_than_s=0 if leaving else self.heartbeat_s)
         idle = 0 if leaving else self.host.idle()
         leases, outstanding = self.holdings.named()
         beat = Beat(
@@ -337,8 +333,7 @@ class Heartbeat:
         self._woken.set()
 
     def _beat_forever(self) -> None:
-        _, heartbeat_s = self.rules
-        next_beat_s = time.monotonic() + heartbeat_s
+        next_beat_s = time.monotonic() + self.heartbeat_s
         pause_s = _FIRST_PAUSE_S
         while not self._stop.is_set():
             with self._timer_lock:
@@ -353,14 +348,14 @@ class Heartbeat:
                     self._timer_at_s = float("inf")
             if not due or self._stop.is_set():
                 continue
-            next_beat_s = now_s + heartbeat_s
+            next_beat_s = now_s + self.heartbeat_s
             try:
                 self._resend()
                 self.beat(extra)
                 pause_s = _FIRST_PAUSE_S
             except StoreUnavailable as exc:
                 self._unavailable(exc)
-                next_beat_s = now_s + min(pause_s, heartbeat_s)
+                next_beat_s = now_s + min(pause_s, self.heartbeat_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             except Exception as exc:  # noqa: BLE001  # a life line must not end because one beat went wrong
                 events.error("guard.beat_failed", error=type(exc).__name__, detail=_detail(exc))

@@ -65,9 +65,13 @@ class View:
         """The breaker's state; an endpoint whose breaker is switched off counts as closed."""
         return self.breaker.phase(now_ms) if self.spec.breaker else Phase.CLOSED
 
+    def ramp(self) -> int | None:
+        """The most calls of the present generation during the ramp, `None` outside of it or without a breaker."""
+        return self.breaker.ramp_limit() if self.spec.breaker else None
+
     def limit(self) -> int:
         """What applies now: min(ceiling, recovery ramp)."""
-        ramp = self.breaker.ramp_limit()
+        ramp = self.ramp()
         return self.ceiling if ramp is None else min(self.ceiling, ramp)
 
 
@@ -90,6 +94,25 @@ def impossible(view: View, cost: int) -> bool:
     if cost > view.spec.ceiling:
         return True
     return view.group is not None and cost > view.group.budget - view.group.floors
+
+
+def hopeless(view: View, *, rank: int, cost: int, now_ms: int) -> bool:
+    """Whether no release could let such a call go: it costs more than what is in force leaves to its rank at best.
+
+    Only an operator, a new configuration or its ageing turn can. Until then it holds nobody else up.
+    """
+    background = rank >= BACKGROUND_RANK and view.phase(now_ms) is Phase.CLOSED
+    ceiling = view.ceiling
+    if background:
+        ceiling -= reserve_of(ceiling, view.spec.reserve, view.fraction)
+    if cost > ceiling:
+        return True
+    if view.group is None:
+        return False
+    budget = view.group.budget
+    if background:
+        budget -= reserve_of(budget, None, view.fraction)
+    return cost > min(budget, view.group.budget - view.group.floors)
 
 
 def endpoint_reason(view: View, *, rank: int, cost: int, aged: bool, now_ms: int) -> Reason | None:
@@ -121,7 +144,7 @@ def endpoint_reason(view: View, *, rank: int, cost: int, aged: bool, now_ms: int
 def _full(view: View, cost: int) -> bool:
     if view.in_flight + cost > view.ceiling:
         return True
-    ramp = view.breaker.ramp_limit()
+    ramp = view.ramp()
     return ramp is not None and view.present > 0 and view.present + cost > ramp
 
 
@@ -129,7 +152,7 @@ def _touches_reserve(view: View, cost: int) -> bool:
     """Whether the call would leave less than the reserve, of the ceiling (all leases) or of the ramp (present ones)."""
     if view.in_flight + cost > view.ceiling - reserve_of(view.ceiling, view.spec.reserve, view.fraction):
         return True
-    ramp = view.breaker.ramp_limit()
+    ramp = view.ramp()
     if ramp is None:
         return False
     limit = view.limit()

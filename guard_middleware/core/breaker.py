@@ -178,7 +178,7 @@ def _ramped(state: Breaker, full_limit: int) -> Breaker:
 
 def role_ms(rules: Rules, mean_ms: int) -> int:
     """How long the probe's role stays with one call, in milliseconds."""
-    return max(rules.probe_deadline_ms, 4 * mean_ms)
+    return max(rules.probe_deadline_ms, 4 * (mean_ms or FIRST_MEAN_MS))
 
 
 def smoothed(mean_ms: int, sample_ms: int) -> int:

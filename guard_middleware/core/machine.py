@@ -43,6 +43,8 @@ class Machine:
                 state.leases[lease_id] = replace(lease, expires_at_ms=lease.expires_at_ms + gap)
             for known in state.processes.values():
                 known.alive_until_ms += gap
+            for lease_id, tombstone in state.tombstones.items():
+                state.tombstones[lease_id] = replace(tombstone, until_ms=tombstone.until_ms + gap)
         state.last_run_ms = now_ms
         self.sweep()
         if state.leases.pop(HOLD_PREFIX + process, None) is not None:
@@ -71,6 +73,10 @@ class Machine:
         )
         for _, process in dead[:SWEEP_PROCESSES]:
             self.forget(process)
+        buried = sorted((one.until_ms, lease_id) for lease_id, one in state.tombstones.items())
+        for until_ms, lease_id in buried[:SWEEP_LEASES]:
+            if until_ms <= self.now_ms:
+                del state.tombstones[lease_id]
         due = sorted((at_ms, key) for key, at_ms in state.held_back.items() if at_ms <= self.now_ms)
         for _, (line, message_id) in due[:SWEEP_LEASES]:
             self.freed = True
@@ -86,6 +92,7 @@ class Machine:
     def forget(self, process: str) -> None:
         """Drop what a process published and reported. Its leases end by themselves."""
         state = self.state
+        self.freed = True
         state.processes.pop(process, None)
         state.leases.pop(HOLD_PREFIX + process, None)
         if state.published.pop(process, None) is not None:
@@ -173,6 +180,7 @@ class Machine:
         state.leases[lease_id] = lease
         if lease.rank >= BACKGROUND_RANK and not lease.hold:
             state.background_at[lease.endpoint] = self.now_ms
+            state.background_at[lease.home] = self.now_ms
         return lease, probe
 
     def new_lease(
@@ -265,7 +273,8 @@ class Machine:
         if self.leave(line, message.id):
             self.broker.ack_set(message).add(message.id)
             return True
-        return message.id in self.broker.ack_set(message)
+        again = any(lease.message == message for lease in self.state.leases.values())  # taken by the same worker
+        return message.id in self.broker.ack_set(message) and not again
 
     def record_of(self, command: Ask, line: Line, waiter: str) -> Parked:
         """What is known of this asker: its first place if it has one, else a new one at the end."""

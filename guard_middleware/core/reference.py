@@ -29,7 +29,7 @@ from guard_middleware.core.commands import (
 from guard_middleware.core.outcome import Outcome
 from guard_middleware.core.serving import Servant, Serving
 from guard_middleware.core.state import BrokerState, GuardState, Lease, Line, Parked, Process, Tombstone
-from guard_middleware.core.verdict import Admit, Delay, Impossible, Reroute
+from guard_middleware.core.verdict import Admit, Delay, Impossible, Reason, Reroute
 
 MAX_DENIALS = 3
 FIRST_DENIAL_MS = 1_000
@@ -57,7 +57,7 @@ class Reference(Servant):
             del state.leases[command.lease]
         tombstone = self._tombstone(command.lease)
         if tombstone is not None:
-            return self._repeat(tombstone, command.process)
+            return self._repeat(tombstone, command.process, self._idle_parked(command))
         message = command.message
         line: Line = (command.endpoint, "", "")
         waiter = command.lease
@@ -78,6 +78,8 @@ class Reference(Servant):
                 granted, _ = self.grant(command.lease, fresh)
                 return self._admitted(command.lease, granted, command.process)
             case Impossible(reason=reason):
+                self.leave(line, waiter)
+                state.parked.pop((line, waiter), None)
                 return self._reply(Status.IMPOSSIBLE, command.process, reason=reason)
             case Delay(reason=reason, retry_after_ms=retry_after_ms) | Reroute(
                 reason=reason, retry_after_ms=retry_after_ms
@@ -92,19 +94,28 @@ class Reference(Servant):
         if command.message is not None:
             self.broker.ack_set(command.message).discard(waiter)
             self.enter(line, waiter, parked)
+            self.state.processes[command.process].idle = self._idle_parked(command)
             serving = self.serve(command.process, command.take, command.lease)
             takes = tuple(take.lease for take in serving.takes if take.lease)
             self._bury(command.lease, Status.PARKED, reason, retry_after_ms, takes)
             return self._reply(
                 Status.PARKED, command.process, reason=reason, retry_after_ms=retry_after_ms, serving=serving
             )
+        if reason == Reason.QUEUE_AHEAD:
+            self.freed = True  # I9: somebody could go, and now has to hear of it
         if command.wait:
             if not self._stands(line, waiter):
                 self.enter(line, waiter, parked)
             return self._reply(Status.WAITING, command.process, reason=reason, retry_after_ms=retry_after_ms)
         if command.slot:
             retry_after_ms = max(retry_after_ms, self._slot(command.endpoint, command.rank))
+            self._bury(command.lease, Status.REFUSED, reason, retry_after_ms, ())  # I11: one slot per message
         return self._reply(Status.REFUSED, command.process, reason=reason, retry_after_ms=retry_after_ms)
+
+    def _idle_parked(self, command: Ask) -> int:
+        """The process's idle threads once the one that asked is free again, too."""
+        known = self.state.processes[command.process]
+        return known.idle if command.idle < 0 else command.idle + command.take
 
     def _outdated(self, lease: Lease) -> bool:
         """Whether a lease that came with a take may not start any more: the breaker has moved since."""
@@ -136,7 +147,7 @@ class Reference(Servant):
         self.begin(now_ms, command.process, command.idle)
         tombstone = self._tombstone(command.lease)
         if tombstone is not None:
-            return self._repeat(tombstone, command.process)
+            return self._repeat(tombstone, command.process, command.idle)
         lease = self.state.leases.pop(command.lease, None)
         status = Status.FINISHED
         reason = ""
@@ -144,7 +155,9 @@ class Reference(Servant):
             status = self._late(command)
         else:
             counted = self._settle(command, lease)
-            if self._park_again(command, lease, counted=counted):
+            if lease.message is None and command.message is not None:  # asserted again without its message
+                status = self._late(command)
+            elif self._park_again(command, lease, counted=counted):
                 status, reason = Status.PARKED, command.park.value
         message = command.message
         if status is Status.FINISHED and message is not None:
@@ -222,14 +235,14 @@ class Reference(Servant):
 
     def beat(self, command: Beat, now_ms: int) -> Reply:
         """Renew, report, give back, assert, and take (DESIGN section 5 "Beat and sweep")."""
-        self.begin(now_ms, command.process, command.idle)
+        self.begin(now_ms, command.process, 0 if command.leaving else command.idle)
         state = self.state
         known = state.processes.get(command.process)
         if not state.epoch or known is None:
             return self._reply(Status.UNCONFIGURED, command.process)
         known.alive_until_ms = now_ms + state.rules.lease_ms
         if command.id != known.beat:
-            known.beat, known.before_ms, known.beat_at_ms = command.id, known.beat_at_ms, now_ms
+            known.beat, known.before_ms, known.beaten_at_ms = command.id, known.beaten_at_ms, now_ms
         known.queues = command.queues
         known.worker = command.worker
         stolen = tuple(held.lease for held in command.asserts if not self._assert(command.process, held))
@@ -249,6 +262,7 @@ class Reference(Servant):
                 self._give_back(lease_id)
         again = tuple(one for one in mine if one in state.leases and state.leases[one].via == command.id)
         repeated = self._takes(again)
+        known.idle = max(0, known.idle - len(repeated))
         want = 0 if command.leaving else max(0, command.take - len(repeated))
         if want and not repeated:
             self._drain_unnamed(known)
@@ -261,7 +275,7 @@ class Reference(Servant):
     def _renew(self, lease_id: str) -> bool:
         """Give a lease its full time again. One that was asked for and not given yet is not lost, just unknown."""
         lease = self.state.leases.get(lease_id)
-        if lease is None:
+        if lease is None or lease.expires_at_ms <= self.now_ms:  # ended, only not swept yet
             return False
         self.state.leases[lease_id] = replace(lease, expires_at_ms=self.now_ms + self.state.rules.lease_ms)
         return True
@@ -276,7 +290,10 @@ class Reference(Servant):
     def _assert(self, process: str, held: Held) -> bool:
         """Count a call that still runs. Returns False if somebody else has its message."""
         state = self.state
-        if held.lease in state.leases or self._tombstone(held.lease) is not None:
+        lease = state.leases.get(held.lease)
+        if lease is not None:
+            return lease.message is not None or held.message is None
+        if self._tombstone(held.lease) is not None:
             return True
         message = held.message
         mine = True
@@ -461,10 +478,14 @@ class Reference(Servant):
             takes=takes,
         )
 
-    def _repeat(self, tombstone: Tombstone, process: str) -> Reply:
+    def _repeat(self, tombstone: Tombstone, process: str, idle: int) -> Reply:
         """The same answer again, with the same messages as far as they are still leased."""
-        serving = Serving(process=process, want=0, via="")
-        serving.takes = self._takes(tombstone.takes)
+        takes = self._takes(tombstone.takes)
+        known = self.state.processes.get(process)
+        if known is not None and idle >= 0:
+            known.idle = max(0, idle - len(takes))
+        serving = self.serve(process, 0, "")  # its hold ended when it spoke
+        serving.takes = takes
         return self._reply(
             tombstone.status,
             process,

@@ -9,6 +9,7 @@ from guard_middleware.core.admission import (
     View,
     endpoint_reason,
     group_reason,
+    hopeless,
     impossible,
     inside_floor,
 )
@@ -26,7 +27,7 @@ SCAN = 500
 WAKES = 8
 """The most processes that one command notifies."""
 PROBE_SCAN = 32
-"""How far into each line another probe is looked for."""
+"""How far into each line another probe, or the first whom a release could let go, is looked for."""
 
 _AGED_RANK = -1
 
@@ -43,7 +44,7 @@ class Serving:
     waiting: int = 0
     closed_endpoints: set[str] = field(default_factory=set)
     claimed_groups: set[str] = field(default_factory=set)
-    cursors: dict[Line, int] = field(default_factory=dict)
+    passed: set[tuple[Line, str]] = field(default_factory=set)
     skipped: set[Line] = field(default_factory=set)
 
 
@@ -135,7 +136,7 @@ class Servant(Machine):
                 and state.specs.get(line[0]) is not None
                 and state.specs[line[0]].group == target.spec.group
                 and self._before(line, parked, asker)
-                and self.place_call(line[0], self._head(line)[1])[2]
+                and self._blocked_by_group(line)
             ):
                 return True
         return False
@@ -146,13 +147,22 @@ class Servant(Machine):
         return view is not None and view.spec.fallback == endpoint and view.phase(self.now_ms) is not Phase.CLOSED
 
     def _head(self, line: Line) -> tuple[str, Parked]:
-        """The first of a line; its aged background waiter if that one's turn has come."""
+        """The first of a line that somebody waits for and that a release could let go.
+
+        If the turn of an aged background waiter has come, it is that one.
+        """
         waiters = self.state.lines[line]
         aged = self.aged_waiter(line[0])
         if aged is not None and aged[0] == line:
             return aged[1], self.state.parked[aged]
-        waiter = min(waiters, key=lambda one: waiters[one])
-        return waiter, self.state.parked[line, waiter]
+        ordered = sorted(waiters, key=lambda one: waiters[one])[:PROBE_SCAN]
+        view = self.view(line[0])
+        for waiter in ordered:
+            parked = self.state.parked[line, waiter]
+            gone = line[1:] == ("", "") and parked.process not in self.state.processes
+            if not gone and not (view is not None and self._hopeless(view, parked, aged=False)):
+                return waiter, parked
+        return ordered[0], self.state.parked[line, ordered[0]]
 
     def _before(self, line: Line, parked: Parked, asker: str) -> bool:
         """Whether the first of a line goes before this call, and somebody idle could run it."""
@@ -163,8 +173,25 @@ class Servant(Machine):
     def _would_go(self, line: Line) -> bool:
         """Whether the endpoint would admit the first of its line, or keeps its free units for that one's cost."""
         waiter, head = self._head(line)
-        _, reason, by_group = self.place_call(line[0], head, aged=self.aged_waiter(line[0]) == (line, waiter))
-        return reason is None or by_group or (reason is Reason.ENDPOINT_FULL and head.cost > 1)
+        aged = self.aged_waiter(line[0]) == (line, waiter)
+        endpoint, reason, by_group = self.place_call(line[0], head, aged=aged)
+        if reason is None:
+            return True
+        view = self.view(endpoint)
+        if view is None or self._hopeless(view, head, aged=aged):
+            return False
+        return by_group or (reason in (Reason.ENDPOINT_FULL, Reason.RESERVED) and head.cost > 1)
+
+    def _blocked_by_group(self, line: Line) -> bool:
+        """Whether only the GPU group's budget stands against the first of a line, and a release can help it."""
+        waiter, head = self._head(line)
+        aged = self.aged_waiter(line[0]) == (line, waiter)
+        endpoint, _, by_group = self.place_call(line[0], head, aged=aged)
+        view = self.view(endpoint)
+        return by_group and view is not None and not self._hopeless(view, head, aged=aged)
+
+    def _hopeless(self, view: View, parked: Parked, *, aged: bool) -> bool:
+        return hopeless(view, rank=_AGED_RANK if aged else parked.rank, cost=parked.cost, now_ms=self.now_ms)
 
     def runner(self, line: Line, parked: Parked, first: str) -> str:
         """Who could run a waiter: a process with an idle thread and no unserved hold that consumes its queue.
@@ -201,7 +228,11 @@ class Servant(Machine):
             for waiter, (rank, place) in waiters.items()
             if rank >= BACKGROUND_RANK
         ]
-        return min(waiting)[1:] if waiting else None
+        view = self.view(endpoint)
+        for _, line, waiter in sorted(waiting)[:PROBE_SCAN]:
+            if view is None or not self._hopeless(view, state.parked[line, waiter], aged=True):
+                return line, waiter
+        return None
 
     # -- handing out -------------------------------------------------------------------------------------------------
 
@@ -234,10 +265,9 @@ class Servant(Machine):
         for line, waiters in self.state.lines.items():
             if line in serving.skipped or line[0] in serving.closed_endpoints:
                 continue
-            ordered = sorted(waiters, key=lambda one, known=waiters: known[one])
-            cursor = serving.cursors.get(line, 0)
-            if cursor < len(ordered):
-                waiter = ordered[cursor]
+            left = [waiter for waiter in waiters if (line, waiter) not in serving.passed]
+            if left:
+                waiter = min(left, key=lambda one, known=waiters: known[one])
                 if best is None or waiters[waiter] < best[0]:
                     best = (waiters[waiter], line, waiter)
         return None if best is None else best[1:]
@@ -251,6 +281,13 @@ class Servant(Machine):
             return
         endpoint, reason, by_group = self.place_call(line[0], parked, aged=aged)
         view = self.view(endpoint)
+        if reason is not None and view is not None and self._hopeless(view, parked, aged=aged):
+            serving.passed.add((line, waiter))
+            home = self.view(line[0])
+            mine = runner == serving.process and serving.want > 0 and line[1:] != ("", "")
+            if mine and home is not None and impossible(home, parked.cost):
+                self._hand_over(serving, line, waiter)
+            return
         if by_group and view is not None:
             serving.claimed_groups.add(view.spec.group)
         if reason is not None or view is None:
@@ -260,7 +297,7 @@ class Servant(Machine):
             serving.closed_endpoints.add(line[0])
             return
         if parked.overloaded and view.phase(self.now_ms) is Phase.HALF_OPEN:
-            other = self._other_probe(serving, line[0])
+            other = self._other_probe(serving, line[0], endpoint)
             if other is not None:
                 line, waiter, runner = other
                 parked = self.state.parked[line, waiter]
@@ -278,17 +315,17 @@ class Servant(Machine):
             _, reason, _ = self.place_call(line[0], self.state.parked[line, waiter])
             serving.waiting = 1 if reason is None else serving.waiting
 
-    def _other_probe(self, serving: Serving, endpoint: str) -> tuple[Line, str, str] | None:
-        """The best takeable waiter of an endpoint that has not seen its server shed load."""
+    def _other_probe(self, serving: Serving, home: str, endpoint: str) -> tuple[Line, str, str] | None:
+        """The best takeable waiter of `home` that `endpoint` would admit and that has not seen a server shed load."""
         first = serving.process if serving.want > 0 else ""
         found = []
         for line, waiters in self.state.lines.items():
-            if line[0] != endpoint:
+            if line[0] != home:
                 continue
             for waiter in sorted(waiters, key=lambda one, known=waiters: known[one])[:PROBE_SCAN]:
                 parked = self.state.parked[line, waiter]
                 runner = "" if parked.overloaded else self.runner(line, parked, first)
-                if runner and self.place_call(endpoint, parked)[1] is None:
+                if runner and self.place_call(home, parked)[:2] == (endpoint, None):
                     found.append((parked.key, line, waiter, runner))
                     break
         return min(found)[1:] if found else None
@@ -311,7 +348,13 @@ class Servant(Machine):
                 HOLD_PREFIX + runner, self.new_lease(endpoint, line[0], runner, parked, None, hold=True)
             )
             self._wake(serving, runner)
-            serving.cursors[line] = serving.cursors.get(line, 0) + 1
+            serving.passed.add((line, waiter))
+
+    def _use_thread(self, serving: Serving) -> None:
+        """One idle thread of the asking process has something to run now."""
+        known = self.state.processes[serving.process]
+        known.idle = max(0, known.idle - 1)
+        serving.want -= 1
 
     def _wake(self, serving: Serving, process: str) -> None:
         if process not in serving.woken:
@@ -331,7 +374,7 @@ class Servant(Machine):
         lease_id = f"{self.state.epoch}:{self.state.takes}"  # not made of `via`: it would grow with each take
         fresh = self.new_lease(endpoint, line[0], serving.process, parked, message)
         lease, probe = self.grant(lease_id, replace(fresh, via=serving.via))
-        serving.want -= 1
+        self._use_thread(serving)
         serving.takes.append(
             Take(
                 lease=lease_id,
@@ -359,29 +402,33 @@ class Servant(Machine):
             if 0 < parked.deadline_ms <= self.now_ms and line[1:] in known.queues and self._stands(line, waiter)
         )
         for _, _, line, waiter in old[: serving.want]:
-            self.leave(line, waiter)
-            parked = self.state.parked.pop((line, waiter))
-            payload = self.broker.payload(line[1:], waiter)
-            if payload is None:
-                continue
-            message = Message(namespace=line[1], queue=line[2], id=waiter, worker=known.worker)
-            self.broker.ack_set(message).add(waiter)
-            serving.want -= 1
-            serving.takes.append(
-                Take(
-                    lease="",
-                    endpoint=line[0],
-                    home=line[0],
-                    generation=0,
-                    probe=False,
-                    expires_at_ms=0,
-                    rank=parked.rank,
-                    cost=parked.cost,
-                    queue=line[1:],
-                    message_id=waiter,
-                    payload=payload,
-                )
+            self._hand_over(serving, line, waiter)
+
+    def _hand_over(self, serving: Serving, line: Line, waiter: str) -> None:
+        """Give a message that can never run to the asking process, without a permit: its broker ends it."""
+        self.leave(line, waiter)
+        parked = self.state.parked.pop((line, waiter))
+        payload = self.broker.payload(line[1:], waiter)
+        if payload is None:
+            return
+        worker = self.state.processes[serving.process].worker
+        self.broker.ack_set(Message(namespace=line[1], queue=line[2], id=waiter, worker=worker)).add(waiter)
+        self._use_thread(serving)
+        serving.takes.append(
+            Take(
+                lease="",
+                endpoint=line[0],
+                home=line[0],
+                generation=0,
+                probe=False,
+                expires_at_ms=0,
+                rank=parked.rank,
+                cost=parked.cost,
+                queue=line[1:],
+                message_id=waiter,
+                payload=payload,
             )
+        )
 
     def _stands(self, line: Line, waiter: str) -> bool:
         return waiter in self.state.lines.get(line, {}) or (line, waiter) in self.state.held_back
@@ -394,7 +441,9 @@ class Servant(Machine):
             instants += [lease.expires_at_ms for lease in state.leases.values()]
             instants.append(state.epoch_until_ms)
             for endpoint in {line[0] for line in state.lines}:
-                instants.append(self.breaker(endpoint).open_until_ms)
+                spec = state.specs.get(endpoint)
+                for one in (endpoint, spec.fallback if spec is not None else ""):
+                    instants += [self.breaker(one).open_until_ms, self.breaker(one).probe_until_ms]
                 if self.background_waits(endpoint):
                     instants.append(state.background_at.get(endpoint, self.now_ms) + state.rules.ageing_ms)
         later = [at_ms - self.now_ms for at_ms in instants if at_ms > self.now_ms]

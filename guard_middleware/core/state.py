@@ -103,14 +103,19 @@ class Process:
         idle: its idle threads.
         worker: the broker's id of its worker.
         queues: the queues that it consumes.
-        beaten_at_ms: when its last beat was carried out; 0 before the first.
+        beat: id of its last beat.
+        beaten_at_ms: when that beat was carried out; 0 before the first.
+        before_ms: when the beat before that one was carried out. Leases given since then may be younger than the list
+            in the last beat, which was made before it was sent.
     """
 
     alive_until_ms: int
-    beaten_at_ms: int = 0
     idle: int = 0
     worker: str = ""
     queues: tuple[Queue, ...] = ()
+    beat: str = ""
+    beaten_at_ms: int = 0
+    before_ms: int = 0
 
 
 @dataclass(slots=True)

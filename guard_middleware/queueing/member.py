@@ -188,8 +188,7 @@ class Member:
             self._ask(proxy, asked, new_id(), confirm=False)
             return
         self._note_asked(holding.lease)
-        lease_s, _ = self.heartbeat.rules
-        match self.heartbeat.holdings.begin(holding, fresh_s=lease_s / 2):
+        match self.heartbeat.holdings.begin(holding, fresh_s=self.heartbeat.lease_s / 2):
             case True:
                 self._start(proxy, asked, holding, probe=False)
             case False:

@@ -261,9 +261,11 @@ def test_fork_does_not_end_the_parents_server(own_valkey):
 
     def leave():
         own_valkey.kill()
+        assert own_valkey.pid
         own_valkey.close()
 
     assert status_of_fork(leave) == 0
+    assert own_valkey._folder.is_dir()
     assert own_valkey.call("PING") == b"PONG"
 
 

@@ -237,9 +237,11 @@ class Connection(asyncio.Protocol):
                 self._body.append(bytes(event.data))
             elif type(event) is h11.EndOfMessage and self._head is not None:
                 self.exchange = Exchange(self, self._head, b"".join(self._body))
-                # One turn of the loop later: connections whose end stands in the same batch of news are counted out
-                # before this request is counted in, in whichever order the kernel lists them.
-                asyncio.get_running_loop().call_soon(self._service.begin, self.exchange)
+                # Two turns of the loop later: what has left by now is counted out before this request is counted in.
+                # After one turn the ends that were in the same batch of news are known, in whichever order the kernel
+                # listed them; after two also those that stood behind a request in the same socket.
+                loop = asyncio.get_running_loop()
+                loop.call_soon(loop.call_soon, self._service.begin, self.exchange)
                 return
             else:
                 return

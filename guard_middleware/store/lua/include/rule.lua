@@ -55,12 +55,11 @@ local function against(endpoint, spec, rank, cost, aged)
   if units > ceiling then return "endpoint_full", false end
   local background = rank >= BACKGROUND and not aged and phase == "closed"
   if phase == "closed" then
-    local ramping = breaker.ramp ~= -1
-    local ramped = ramping and present(endpoint, breaker.generation) or 0
+    local ramped = breaker.ramp ~= -1 and present(endpoint, breaker.generation) or 0
     if ramped > 0 and ramped + cost > 1 + breaker.ramp then return "endpoint_full", false end
     if background then
       if units > ceiling - reserve_of(ceiling, spec.reserve) then return "reserved", false end
-      if ramping then
+      if ramped > 0 then
         local limit = min(ceiling, 1 + breaker.ramp)
         if ramped + cost > limit - reserve_of(limit, spec.reserve) then return "reserved", false end
       end

@@ -1,0 +1,138 @@
+--[[
+  Lease a permit of an endpoint; else park the message, let the caller wait, or refuse, and say for how long.
+  Guarantees: live leases never outnumber the limit (I1); a message leaves one place only together with its arrival in
+  the next (I3); a refusal takes nothing from anybody; the same ids get the same answer (I11).
+  KEYS[1] root             all keys of the guard begin with it
+  KEYS[2] namespace        of the message's broker; only with a message
+  ARGV[1] now_ms           "" for the server's time; only tests pass a number
+  ARGV[2] process          id of the asking process
+  ARGV[3] lease            id of the lease, unique per delivery
+  ARGV[4] endpoint         asked for
+  ARGV[5] rank             the priority's
+  ARGV[6] cost             units
+  ARGV[7] take             how many messages to hand over if this one parks
+  ARGV[8] idle             idle threads of the process, -1 leaves what was reported
+  ARGV[9] deadline_ms      when the message is too old, 0 for never
+  ARGV[10] flags           letters: c confirm, s slot, w wait
+  ARGV[11] queue           of the message; this and the next two only with a message
+  ARGV[12] message         the broker's id of the delivery
+  ARGV[13] worker          the broker's id of the worker whose ack set holds it
+  Reply: flat, see include/reply
+     0 ADMITTED
+     1 PARKED
+     2 WAITING
+     3 REFUSED
+     4 GONE
+     5 FINISHED            a repeat: the lease has ended
+     6 STOLEN              a repeat: the lease has ended, and somebody else has the message
+     7 IMPOSSIBLE
+     8 UNCONFIGURED
+]]
+--- @include "state"
+--- @include "breaker"
+--- @include "leases"
+--- @include "lines"
+--- @include "configuration"
+--- @include "sweep"
+--- @include "rule"
+--- @include "waiting"
+--- @include "serve"
+--- @include "reply"
+
+local ADMITTED, PARKED, WAITING, REFUSED, GONE, IMPOSSIBLE, UNCONFIGURED = 0, 1, 2, 3, 4, 7, 8
+local LONGEST_SLOT_MS = 30000
+
+local process, lease_id, endpoint = ARGV[2], ARGV[3], ARGV[4]
+local take, deadline_ms, flags = tonumber(ARGV[7]), tonumber(ARGV[9]), ARGV[10]
+local namespace, queue, message, worker = KEYS[2], ARGV[11], ARGV[12], ARGV[13]
+
+prefetch({
+  "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "places", "idle:" .. process,
+  HOLD .. process, "spec:" .. endpoint, "breaker:" .. endpoint, "override:" .. endpoint, "paused:" .. endpoint,
+})
+begin(process, tonumber(ARGV[8]))
+
+if not fact("epoch") or not fact("spec:" .. endpoint) or not fact("idle:" .. process) then
+  return answer(UNCONFIGURED, process, "", 0)
+end
+
+local function admitted(lease, probe, expires_at_ms)
+  return answer(ADMITTED, process, "", 0, nil, {
+    endpoint = lease.endpoint, generation = lease.generation, probe = probe, expires_at_ms = expires_at_ms,
+  })
+end
+
+-- Step 1: a repeated command, or a lease that came with a take and is to be confirmed.
+local lease, tombstone = lease_of(lease_id)
+if lease then
+  local breaker = breaker_of(lease.endpoint)
+  local outdated = lease.generation ~= breaker.generation and breaker.open_until_ms ~= 0
+  if not (outdated and flags:find("c", 1, true)) then
+    return admitted(lease, breaker.probe == lease_id, expiry_of(lease_id, lease))
+  end
+  end_lease(lease_id, lease)
+elseif tombstone then
+  return answer_again(tombstone, process)
+end
+
+-- Step 2: whoever has the message now, this worker does not.
+local acks
+if message then
+  acks = lines().ack_set(namespace, worker, queue)
+  if call("HEXISTS", lines().messages(namespace, queue), message) == 0
+    or call("SISMEMBER", acks, message) == 0 then
+    return answer(GONE, process, "", 0)
+  end
+end
+
+-- Its first place, if it has one; else a new one at the end.
+local line, waiter = endpoint .. "\31\31", lease_id
+if message then
+  line, waiter = lines().name(endpoint, namespace, queue), message
+end
+local known = (message or fact("lines")) and lines().parked(line, waiter)
+local parked = known
+if not parked then
+  local place = tonumber(fact("places") or 0) + 1
+  set_fact("places", place)
+  parked = {
+    rank = tonumber(ARGV[5]), cost = tonumber(ARGV[6]), place = place, deadline_ms = deadline_ms,
+    overloads = 0, denials = 0, overloaded = false, process = message and "" or process,
+  }
+end
+
+-- Step 3: lease.
+local chosen, reason, retry_after_ms = decide(endpoint, parked, message and take > 0 and process or "")
+if chosen then
+  if known and not message then
+    lines().leave(line, waiter, parked)
+    lines().forget(line, waiter)
+  end
+  local fresh = {
+    endpoint = chosen, home = endpoint, rank = parked.rank, cost = parked.cost, process = process,
+    place = parked.place, deadline_ms = parked.deadline_ms,
+    namespace = namespace, queue = queue, message = message, worker = worker,
+  }
+  return admitted(fresh, grant(lease_id, fresh))
+end
+if reason == "too_costly" then return answer(IMPOSSIBLE, process, reason, 0) end
+
+-- Step 4: park, and take for the thread that just became free; or wait; or refuse.
+if message then
+  call("SREM", acks, message)
+  lines().enter(line, waiter, parked)
+  local serving = serve(process, take, lease_id)
+  bury(lease_id, PARKED, reason, retry_after_ms, serving.taken)
+  return answer(PARKED, process, reason, retry_after_ms, serving)
+end
+if flags:find("w", 1, true) then
+  if not lines().stands(line, waiter) then lines().enter(line, waiter, parked) end
+  return answer(WAITING, process, reason, retry_after_ms)
+end
+if flags:find("s", 1, true) then
+  local slots = "slot:" .. endpoint .. "\31" .. ARGV[5]
+  local slot = min(max(now, tonumber(fact(slots) or 0)) + step_ms(endpoint), now + LONGEST_SLOT_MS)
+  set_fact(slots, slot)
+  retry_after_ms = max(retry_after_ms, slot - now)
+end
+return answer(REFUSED, process, reason, retry_after_ms)

@@ -1,0 +1,156 @@
+--[[
+  Renew this process's leases, report what it can run, give back what has not begun, assert what the store lost, and
+  take.
+  Guarantees: the lease of a process that beats never ends under it (I5); a lease that nobody names and no outstanding
+  command explains goes back at once; a released lease does not come back; a repeat hands over the same messages (I11).
+  KEYS[1] root             all keys of the guard begin with it
+  ARGV[1] now_ms           "" for the server's time; only tests pass a number
+  ARGV[2] process          id of the process
+  ARGV[3] id               of this beat
+  ARGV[4] take             how many messages to hand over
+  ARGV[5] idle             idle threads of the process
+  ARGV[6] worker           the broker's id of its worker
+  ARGV[7] leaving          1 if nothing more is to be handed over
+  ARGV[8...] lists         each with its length before it: queues (namespace, queue), leases, outstanding commands,
+                           leases to give back, leases to assert (lease, endpoint, home, rank, cost, generation,
+                           namespace, queue, message, worker)
+  Reply: flat, see include/reply
+     8 UNCONFIGURED
+     9 DONE
+]]
+--- @include "state"
+--- @include "breaker"
+--- @include "leases"
+--- @include "lines"
+--- @include "configuration"
+--- @include "sweep"
+--- @include "rule"
+--- @include "waiting"
+--- @include "serve"
+--- @include "reply"
+
+local GONE, UNCONFIGURED, DONE = 4, 8, 9
+local DRAIN_BATCH = 500
+
+local process, beat_id, worker = ARGV[2], ARGV[3], ARGV[6]
+local position = 7
+
+local function text()
+  position = position + 1
+  return ARGV[position]
+end
+
+local function list()
+  local values = {}
+  for index = 1, tonumber(text()) do values[index] = text() end
+  return values
+end
+
+prefetch({
+  "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "deadlines", "idle:" .. process,
+  HOLD .. process,
+})
+begin(process, tonumber(ARGV[5]))
+
+if not fact("epoch") or not fact("idle:" .. process) then return answer(UNCONFIGURED, process, "", 0) end
+
+local function give_back(id)
+  local lease = lease_of(id)
+  if not lease then return end
+  end_lease(id, lease, true)
+  lines().put_back(lease)
+  bury(id, GONE, "", 0)
+end
+
+-- Count a call that still runs. Returns false if somebody else has its message.
+local function assert_again(id, held)
+  local lease, tombstone = lease_of(id)
+  if lease or tombstone then return true end
+  local mine = true
+  if held.message then
+    local line = lines().name(held.home, held.namespace, held.queue)
+    mine = lines().withdraw(line, held.message, held.worker)
+    local known = lines().parked(line, held.message)
+    held.place = known and known.place or 0
+    if not mine then held.namespace, held.queue, held.message, held.worker = nil, nil, nil, nil end
+  end
+  call("SADD", root .. "leased", held.endpoint)
+  call("SET", lease_key(id), pack(held))
+  set_expiry(id, held, now + rules.lease_ms)
+  return mine
+end
+
+-- What the process can run.
+local queues = {}
+for _ = 1, tonumber(text()) do
+  local namespace, queue = text(), text()
+  queues[namespace .. "\31" .. queue] = 1
+end
+local packed = call("HGET", root .. "processes", process)
+local had = packed and decode(packed).queues or {}
+for full in pairs(had) do
+  if not queues[full] then call("SREM", consumers_key(full), process) end
+end
+for full in pairs(queues) do
+  if not had[full] then call("SADD", consumers_key(full), process) end
+end
+call("HSET", root .. "processes", process, pack({ worker = worker, queues = queues }))
+call("ZADD", root .. "alive", now + rules.lease_ms, process)
+due_at(now + rules.lease_ms)
+
+local leases, outstanding, unbegun = list(), list(), list()
+local named, explained = {}, { [beat_id] = true }
+for _, id in ipairs(outstanding) do explained[id] = true end
+
+local stolen, lost = {}, {}
+for _ = 1, tonumber(text()) do
+  local id = text()
+  local held = {
+    endpoint = text(), home = text(), rank = tonumber(text()), cost = tonumber(text()),
+    generation = tonumber(text()), namespace = text(), queue = text(), message = text(), worker = text(),
+    process = process, place = 0, deadline_ms = 0, started_at_ms = now,
+  }
+  if held.message == "" then held.namespace, held.queue, held.message, held.worker = nil, nil, nil, nil end
+  named[id] = true
+  if not assert_again(id, held) then stolen[#stolen + 1] = id end
+end
+for _, id in ipairs(leases) do
+  named[id] = true
+  local lease = lease_of(id)
+  if lease then set_expiry(id, lease, now + rules.lease_ms) else lost[#lost + 1] = id end
+end
+for _, id in ipairs(unbegun) do give_back(id) end
+
+-- A lost reply strands nothing: what this process does not know of goes back.
+local again = {}
+for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
+  for _, id in ipairs(call("ZRANGE", root .. "units:" .. endpoint, 0, -1)) do
+    if not named[id] and not id:find("\31", 1, true) then
+      local lease = lease_of(id)
+      if lease and lease.process == process and not lease.hold then
+        local via = id:match("^[^:]*")
+        if not explained[via] then
+          give_back(id)
+        elseif via == beat_id and via ~= id then
+          again[#again + 1] = id
+        end
+      end
+    end
+  end
+end
+table.sort(again, before)
+
+local want = ARGV[7] == "1" and 0 or max(0, tonumber(ARGV[4]))
+local repeated = takes_again(again)
+if #repeated > 0 then
+  want = 0
+elseif want > 0 then
+  for _, line in ipairs(lines().all()) do
+    local parts = lines().parts(line)
+    if queues[parts.full] and not spec_of(parts.endpoint) then lines().drain(parts.full, DRAIN_BATCH, line) end
+  end
+end
+local serving = serve(process, want, beat_id)
+for _, value in ipairs(serving.takes) do repeated[#repeated + 1] = value end
+serving.takes = repeated
+return answer(DONE, process, "", 0, serving, { lost = lost, stolen = stolen })

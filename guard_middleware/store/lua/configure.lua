@@ -1,0 +1,75 @@
+--[[
+  Publish what a process knows about the endpoints, in the place of what it published before.
+  Guarantees: of what the live processes publish, the smallest at the highest revision applies, to all, at once; a store
+  without an epoch gets one, and holds admissions for a while.
+  KEYS[1] root             all keys of the guard begin with it
+  ARGV[1] now_ms           "" for the server's time; only tests pass a number
+  ARGV[2] process          id of the process
+  ARGV[3] first_start_hold_ms  how long a store without an epoch holds admissions, -1 for one heartbeat
+  ARGV[4] epoch            that this process remembers, "" for none: after a loss the hold is one lease time
+  ARGV[5] revision         of the configuration
+  ARGV[6...] values        the eight rules; the number of endpoints, and eleven values for each; the number of budgets,
+                           and group and budget for each
+  Reply: flat, see include/reply
+     9 DONE
+]]
+--- @include "state"
+--- @include "breaker"
+--- @include "leases"
+--- @include "lines"
+--- @include "configuration"
+--- @include "sweep"
+--- @include "rule"
+--- @include "waiting"
+--- @include "serve"
+--- @include "reply"
+
+local DONE = 9
+
+local process, hold_ms = ARGV[2], tonumber(ARGV[3])
+local position = 5
+
+local function text()
+  position = position + 1
+  return ARGV[position]
+end
+
+local function number()
+  return tonumber(text())
+end
+
+begin(process, -1)
+
+local published = {
+  revision = tonumber(ARGV[5]),
+  rules = {
+    lease_ms = number(), heartbeat_ms = number(), hold_ms = number(), ageing_ms = number(), max_overloads = number(),
+    reserve_fraction = number(), probe_deadline_ms = number(), retry_after_cap_ms = number(),
+  },
+  specs = {},
+  budgets = {},
+}
+for _ = 1, number() do
+  local spec = {
+    id = text(), ceiling = number(), floor = number(), reserve = number(), group = text(), fallback = text(),
+    breaker = text() == "1", fail_threshold = number(), base_cooldown_ms = number(), max_cooldown_ms = number(),
+    backoff_factor = number(),
+  }
+  published.specs[#published.specs + 1] = spec
+end
+for _ = 1, number() do
+  published.budgets[#published.budgets + 1] = { id = text(), budget = number() }
+end
+call("HSET", root .. "published", process, pack(published))
+recompute()
+
+if not fact("idle:" .. process) then set_fact("idle:" .. process, 0) end
+call("ZADD", root .. "alive", now + rules.lease_ms, process)
+due_at(now + rules.lease_ms)
+if not fact("epoch") then
+  set_fact("epoch", process .. "@" .. string.format("%.0f", now))
+  if hold_ms < 0 then hold_ms = rules.heartbeat_ms end
+  set_fact("epoch_until", now + (ARGV[4] ~= "" and rules.lease_ms or hold_ms))
+end
+freed = true                            -- a ceiling may have risen
+return answer(DONE, process, "", 0)

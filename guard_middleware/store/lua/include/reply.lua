@@ -1,0 +1,79 @@
+--[[
+  The reply, flat: status, reason, retry_after_ms, endpoint, generation, probe, expires_at_ms, next_ms, waiting, epoch,
+  count; and, if one of them is not empty, four lists, each with its length before it: lost, stolen, woken, takes.
+]]
+
+-- In how many milliseconds time alone may free something for a waiter; -1 if nobody waits.
+local function next_ms()
+  if nobody_waits() then return -1 end
+  local soonest = math.huge
+  local function later(instant)
+    instant = tonumber(instant or nil)
+    if instant and instant > now then soonest = min(soonest, instant - now) end
+  end
+  later(fact("held_at"))
+  if fact("lines") then
+    for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
+      later(call("ZRANGEBYSCORE", root .. "units:" .. endpoint, now + 1, "+inf", "WITHSCORES", "LIMIT", 0, 1)[2])
+    end
+    later(fact("epoch_until"))
+    local seen = {}
+    for _, line in ipairs(lines().all()) do
+      local endpoint = lines().parts(line).endpoint
+      if not seen[endpoint] then
+        seen[endpoint] = true
+        later(breaker_of(endpoint).open_until_ms)
+        if lines().background_waits(endpoint) then
+          later(tonumber(fact("background_at:" .. endpoint) or now) + rules.ageing_ms)
+        end
+      end
+    end
+  end
+  return soonest < math.huge and soonest or rules.heartbeat_ms
+end
+
+-- Messages of leases that were handed over before, as far as they are still there, in the form of `serve`.
+local function takes_again(lease_ids)
+  local takes = {}
+  for _, id in ipairs(lease_ids) do
+    local lease = lease_of(id)
+    local payload = lease and lease.message
+      and call("HGET", lines().messages(lease.namespace, lease.queue), lease.message)
+    if payload then
+      for _, value in ipairs({
+        id, lease.endpoint, lease.home, lease.generation, breaker_of(lease.endpoint).probe == id and 1 or 0,
+        expiry_of(id, lease), lease.rank, lease.cost, lease.namespace, lease.queue, lease.message, payload,
+      }) do takes[#takes + 1] = value end
+    end
+  end
+  return takes
+end
+
+--[[
+  Answer a process. I9: what the sweep, or the command, has freed is given away in the same command.
+  `more` has what is not usual: endpoint, generation, probe, expires_at_ms of a lease; count, lost, stolen.
+]]
+local function answer(status, process, reason, retry_after_ms, serving, more)
+  if not serving and freed then serving = serve(process, 0, "") end
+  more = more or {}
+  local reply = {
+    status, reason, retry_after_ms, more.endpoint or "", more.generation or 0, more.probe and 1 or 0,
+    more.expires_at_ms or 0, next_ms(), serving and serving.waiting or -1, fact("epoch") or "", more.count or 0,
+  }
+  local woken, takes = serving and serving.woken or {}, serving and serving.takes or {}
+  local lost, stolen = more.lost or {}, more.stolen or {}
+  if #woken + #takes + #lost + #stolen > 0 then
+    for _, list in ipairs({ lost, stolen, woken, takes }) do
+      reply[#reply + 1] = #list
+      for _, value in ipairs(list) do reply[#reply + 1] = value end
+    end
+  end
+  flush()
+  return reply
+end
+
+-- The same answer again, with the same messages as far as they are still leased (I11).
+local function answer_again(stone, process)
+  local serving = { takes = takes_again(stone.takes or {}), woken = {}, waiting = 0 }
+  return answer(stone.status, process, stone.reason or "", stone.retry_after_ms or 0, serving)
+end

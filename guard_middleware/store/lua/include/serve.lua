@@ -1,0 +1,214 @@
+--[[
+  Who goes next (I8, I9): gives free permits to the best waiters that somebody idle can run.
+]]
+
+local SCAN, WAKES, PROBE_SCAN = 500, 8, 32
+
+--[[
+  `want` messages for `process`, which has as many idle threads; new leases are named `via`:0, `via`:1, ...
+  Returns { takes, woken, waiting }; takes is flat, a message in twelve values.
+]]
+local function serve(process, want, via)
+  local takes, taken, woken, waiting = {}, {}, {}, 0
+  local serving = { takes = takes, taken = taken, woken = woken, waiting = 0 }
+  if nobody_waits() or now < tonumber(fact("epoch_until") or 0) then return serving end
+  local closed, claimed, skipped, cursors, passed, notified = {}, {}, {}, {}, {}, {}
+  local lines, room = lines(), room()
+
+  local function wake(runner, lease_id)
+    if not notified[runner] then woken[#woken + 1] = runner end
+    if not notified[runner] or lease_id ~= "" then call("PUBLISH", root .. "wake:" .. runner, lease_id) end
+    notified[runner] = true
+  end
+
+  local function hand_over(lease_id, endpoint, generation, probe, expires_at_ms, line, parked, waiter, payload)
+    local parts = lines.parts(line)
+    call("SADD", lines.ack_set(parts.namespace, room.process(process).worker, parts.queue), waiter)
+    want = want - 1
+    for _, value in ipairs({
+      lease_id, endpoint, parts.endpoint, generation, probe and 1 or 0, expires_at_ms, parked.rank, parked.cost,
+      parts.namespace, parts.queue, waiter, payload,
+    }) do takes[#takes + 1] = value end
+  end
+
+  -- Hand waiters that are too old to their broker's age limit, without a permit.
+  local function hand_over_old()
+    local firsts = want > 0 and room.process(process) and record("deadlines")
+    if not firsts then return end
+    local old, looked = {}, {}
+    for full in pairs(room.process(process).queues) do
+      if firsts[full] and firsts[full] <= now then
+        looked[#looked + 1] = full
+        local found = call("ZRANGEBYSCORE", root .. "deadlines:" .. full, "-inf", now, "WITHSCORES", "LIMIT", 0, want)
+        for index = 1, #found, 2 do old[#old + 1] = { member = found[index], at_ms = tonumber(found[index + 1]) } end
+      end
+    end
+    table.sort(old, function(one, other)
+      if one.at_ms ~= other.at_ms then return one.at_ms < other.at_ms end
+      return before(one.member, other.member)
+    end)
+    for index = 1, min(want, #old) do
+      local line, waiter = old[index].member:match("^(.-\31.-\31.-)\31(.*)$")
+      local parts, parked = lines.parts(line), lines.parked(line, waiter)
+      lines.leave(line, waiter, parked)
+      lines.forget(line, waiter)
+      local payload = call("HGET", lines.messages(parts.namespace, parts.queue), waiter)
+      if payload then hand_over("", parts.endpoint, 0, false, 0, line, parked, waiter, payload) end
+    end
+    for _, full in ipairs(looked) do
+      local first = call("ZRANGE", root .. "deadlines:" .. full, 0, 0, "WITHSCORES")[2]
+      firsts[full] = first and tonumber(first)
+    end
+    set_record("deadlines", next(firsts) and firsts or false)
+  end
+
+  local function new_lease(endpoint, line, runner, parked)
+    return {
+      endpoint = endpoint, home = lines.parts(line).endpoint, rank = parked.rank, cost = parked.cost,
+      process = runner, place = parked.place, deadline_ms = parked.deadline_ms,
+    }
+  end
+
+  -- I11: a lease id is never used twice, also if the command comes again after its tombstone is gone.
+  local function free_id()
+    for number = #taken, #taken + SCAN do
+      local id = via .. ":" .. number
+      local lease, tombstone = lease_of(id)
+      if not lease and not tombstone then return id end
+    end
+  end
+
+  local function take(line, waiter, parked, endpoint)
+    local parts = lines.parts(line)
+    local payload = call("HGET", lines.messages(parts.namespace, parts.queue), waiter)
+    lines.leave(line, waiter, parked)
+    if not payload then                 -- flushed: a ghost never counts as a take
+      lines.forget(line, waiter)
+      return
+    end
+    local lease, id = new_lease(endpoint, line, process, parked), free_id()
+    lease.namespace, lease.queue, lease.message = parts.namespace, parts.queue, waiter
+    lease.worker = room.process(process).worker
+    local probe, expires_at_ms = grant(id, lease)
+    taken[#taken + 1] = id
+    hand_over(id, endpoint, lease.generation, probe, expires_at_ms, line, parked, waiter, payload)
+  end
+
+  -- Nobody idle can run this line now; a caller whose process is gone leaves it.
+  local function nobody(line, waiter, parked)
+    local parts = lines.parts(line)
+    if parts.full == "" then
+      lines.leave(line, waiter, parked)
+      lines.forget(line, waiter)
+      return
+    end
+    skipped[line] = true
+    local known = room.process(process)
+    if known and known.queues[parts.full] then
+      local _, reason = place_call(parts.endpoint, parked.rank, parked.cost, false)
+      if not reason then waiting = 1 end
+    end
+  end
+
+  -- The best takeable waiter of an endpoint that has not seen its server shed load; nil if there is none.
+  local function other_probe(endpoint)
+    local best
+    for _, line in ipairs(lines.all()) do
+      local found = lines.parts(line).endpoint == endpoint
+        and call("ZRANGE", root .. "line:" .. line, 0, PROBE_SCAN - 1, "WITHSCORES") or {}
+      for index = 1, #found, 2 do
+        local parked, key = lines.parked(line, found[index]), tonumber(found[index + 1])
+        local runner = parked.overloaded and "" or room.runner(line, parked, want > 0 and process or "")
+        local _, reason = nil, true
+        if runner ~= "" then _, reason = place_call(endpoint, parked.rank, parked.cost, false) end
+        if not reason then
+          if not best or key < best.key or (key == best.key and before(line, best.line)) then
+            best = { key = key, line = line, waiter = found[index], parked = parked, runner = runner }
+          end
+          break
+        end
+      end
+    end
+    return best
+  end
+
+  local function let_go(line, waiter, parked, endpoint, runner)
+    local parts = lines.parts(line)
+    if parts.full == "" then
+      lines.leave(line, waiter, parked)
+      lines.forget(line, waiter)
+      grant(waiter, new_lease(endpoint, line, runner, parked))
+      wake(runner, waiter)
+    elseif runner == process and want > 0 then
+      take(line, waiter, parked, endpoint)
+    elseif #woken >= WAKES then
+      closed[parts.endpoint] = true
+    else                                -- only another process can: keep a unit for it, and tell it
+      local hold = new_lease(endpoint, line, runner, parked)
+      hold.hold = true
+      grant(HOLD .. runner, hold)
+      wake(runner, "")
+      passed[line .. "\31" .. waiter] = true
+    end
+  end
+
+  -- Let one waiter go, or close what stands against it for the rest of this command.
+  local function attempt(line, waiter, aged)
+    local parked, home = lines.parked(line, waiter), lines.parts(line).endpoint
+    local runner = room.runner(line, parked, want > 0 and process or "")
+    if runner == "" then return nobody(line, waiter, parked) end
+    local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, aged)
+    local spec = spec_of(endpoint)
+    if by_group and spec then claimed[spec.group] = true end
+    if reason or not spec or (spec.budget and claimed[spec.group]
+      and in_flight(endpoint) + parked.cost > spec.floor) then
+      closed[home] = true
+      return
+    end
+    if parked.overloaded and phase_at(endpoint, spec) == "half_open" then
+      local other = other_probe(home)
+      if other then line, waiter, parked, runner = other.line, other.waiter, other.parked, other.runner end
+    end
+    let_go(line, waiter, parked, endpoint, runner)
+  end
+
+  -- The best waiter among the lines that are still open in this command.
+  local function best_waiter()
+    local best_line, best, best_key
+    for _, line in ipairs(lines.all()) do
+      if not skipped[line] and not closed[lines.parts(line).endpoint] then
+        local cursor = cursors[line] or 0
+        local waiter, key = lines.at(line, cursor)
+        while waiter and passed[line .. "\31" .. waiter] do
+          cursor = cursor + 1
+          waiter, key = lines.at(line, cursor)
+        end
+        cursors[line] = cursor
+        if waiter and (not best_key or key < best_key or (key == best_key and before(line, best_line))) then
+          best_line, best, best_key = line, waiter, key
+        end
+      end
+    end
+    return best_line, best
+  end
+
+  hand_over_old()
+  local endpoints, seen = {}, {}
+  for _, line in ipairs(lines.all()) do
+    local endpoint = lines.parts(line).endpoint
+    if not seen[endpoint] then endpoints[#endpoints + 1] = endpoint end
+    seen[endpoint] = true
+  end
+  table.sort(endpoints, before)
+  for _, endpoint in ipairs(endpoints) do
+    local line, waiter = room.aged(endpoint)
+    if line then attempt(line, waiter, true) end
+  end
+  for _ = 1, SCAN do
+    local line, waiter = best_waiter()
+    if not line then break end
+    attempt(line, waiter, false)
+  end
+  serving.waiting = waiting
+  return serving
+end
