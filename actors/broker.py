@@ -15,9 +15,9 @@ _settings = deployment()
 _redis_url = _settings.redis_url.get_secret_value()
 
 # On the guard's own server and database: there a message that has to wait is parked, in one step with the decision.
-broker = RedisBroker(url=_redis_url)
+broker = RedisBroker(url=_redis_url)  # type: ignore[no-untyped-call]  # dramatiq's class has no annotations
 broker.add_middleware(AsyncIO())
-broker.add_middleware(Results(backend=RedisBackend(url=_redis_url)))
+broker.add_middleware(Results(backend=RedisBackend(url=_redis_url)))  # type: ignore[no-untyped-call]  # likewise
 broker.add_middleware(GuardMiddleware(Guard.from_settings(_settings)))
 broker.add_middleware(CurrentMessage())
 dramatiq.set_broker(broker)

@@ -1,4 +1,4 @@
-"""What the demo runs: the deployment of `settings`, a host just above its budget, and more workers than either takes."""
+"""What the demo runs: the deployment of `settings`, a host just above its budget, and workers for more than both."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Plan:
             namespace=NAMESPACE,
             models=tuple(self._smaller(one, urls.get(one.id, one.base_url)) for one in usual.models),
             gpu_concurrency_budgets={
-                group: budget // self.divisor for group, budget in usual.gpu_concurrency_budgets.items()
+                group: max(1, budget // self.divisor) for group, budget in usual.gpu_concurrency_budgets.items()
             },
         )
 
@@ -78,8 +78,8 @@ class Plan:
         return endpoint.model_copy(
             update={
                 "base_url": base_url,
-                "max_concurrent_requests": ceiling and ceiling // self.divisor,
-                "max_parallel_calls": parallel and parallel // self.divisor,
+                "max_concurrent_requests": ceiling and max(1, ceiling // self.divisor),
+                "max_parallel_calls": parallel and max(1, parallel // self.divisor),
             }
         )
 

@@ -14,7 +14,7 @@ _settings = deployment()
 _bge_m3 = _settings.endpoint("bge-m3")
 _qwen = _settings.endpoint("qwen/qwen3.6-27b")
 
-broker = RedisBroker(
+broker = RedisBroker(  # type: ignore[no-untyped-call]  # dramatiq's class has no annotations
     url=_settings.redis_url.get_secret_value(),
     middleware=[
         *(kind() for kind in default_middleware if kind is not Retries),

@@ -29,8 +29,44 @@
      8 UNCONFIGURED
 ]]
 --- @include "state"
---- @include "breaker"
 --- @include "leases"
+--- @include "capacity"
+-- The common case, without what the others need: nobody waits, time has ended nothing, and the call may start.
+do
+  local process, lease_id, endpoint = ARGV[2], ARGV[3], ARGV[4]
+  local rank, cost, idle = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[8])
+  local namespace, queue, message, worker = KEYS[2], ARGV[11], ARGV[12], ARGV[13]
+  prefetch({
+    "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "places", "idle:" .. process,
+    HOLD .. process, "spec:" .. endpoint, "breaker:" .. endpoint, "override:" .. endpoint, "paused:" .. endpoint,
+  })
+  rules = record("rules")
+  local spec, breaker = record("spec:" .. endpoint), record("breaker:" .. endpoint)
+  if facts.epoch and spec and facts["idle:" .. process] and now >= tonumber(facts.epoch_until)
+    and now - facts.last_run <= 2 * rules.heartbeat_ms and now < tonumber(facts.due)
+    and not facts.lines and not facts.held_at and not facts[HOLD .. process] and not facts["paused:" .. endpoint]
+    and (not breaker or not spec.breaker or (breaker.open_until_ms == 0 and breaker.ramp == -1))
+    and cost <= spec.ceiling and not (spec.budget and cost > spec.budget - spec.floors)
+    and call("EXISTS", LEASE .. lease_id) == 0
+    and (not message or (call("HEXISTS", namespace .. ":" .. queue .. ".msgs", message) == 1
+      and call("SISMEMBER", namespace .. ":__acks__." .. worker .. "." .. queue, message) == 1
+      and call("HEXISTS", root .. "parked:" .. endpoint .. "\31" .. namespace .. "\31" .. queue, message) == 0))
+    and not no_room(endpoint, spec, cost, rank >= BACKGROUND) then
+    local place, generation = tonumber(facts.places or 0) + 1, breaker and breaker.generation or 0
+    local expires_at_ms = grant(lease_id, {
+      endpoint = endpoint, home = endpoint, rank = rank, cost = cost, process = process, place = place,
+      deadline_ms = tonumber(ARGV[9]), namespace = namespace, queue = queue, message = message, worker = worker,
+    }, generation)
+    set_fact("places", place)
+    set_fact("last_run", now)
+    if idle >= 0 then set_fact("idle:" .. process, idle) end
+    flush()
+    return { 0, "", 0, endpoint, generation, 0, expires_at_ms, -1, -1, facts.epoch, 0 }
+  end
+end
+
+--- @include "order"
+--- @include "breaker"
 --- @include "lines"
 --- @include "configuration"
 --- @include "sweep"
@@ -43,14 +79,11 @@ local ADMITTED, PARKED, WAITING, REFUSED, GONE, IMPOSSIBLE, UNCONFIGURED = 0, 1,
 local LONGEST_SLOT_MS = 30000
 
 local process, lease_id, endpoint = ARGV[2], ARGV[3], ARGV[4]
-local take, deadline_ms, flags = tonumber(ARGV[7]), tonumber(ARGV[9]), ARGV[10]
+local rank, cost, take, idle = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local deadline_ms, flags = tonumber(ARGV[9]), ARGV[10]
 local namespace, queue, message, worker = KEYS[2], ARGV[11], ARGV[12], ARGV[13]
 
-prefetch({
-  "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "places", "idle:" .. process,
-  HOLD .. process, "spec:" .. endpoint, "breaker:" .. endpoint, "override:" .. endpoint, "paused:" .. endpoint,
-})
-begin(process, tonumber(ARGV[8]))
+begin(process, idle)
 
 if not fact("epoch") or not fact("spec:" .. endpoint) or not fact("idle:" .. process) then
   return answer(UNCONFIGURED, process, "", 0)
@@ -96,7 +129,7 @@ if not parked then
   local place = tonumber(fact("places") or 0) + 1
   set_fact("places", place)
   parked = {
-    rank = tonumber(ARGV[5]), cost = tonumber(ARGV[6]), place = place, deadline_ms = deadline_ms,
+    rank = rank, cost = cost, place = place, deadline_ms = deadline_ms,
     overloads = 0, denials = 0, overloaded = false, process = message and "" or process,
   }
 end
@@ -113,7 +146,9 @@ if chosen then
     place = parked.place, deadline_ms = parked.deadline_ms,
     namespace = namespace, queue = queue, message = message, worker = worker,
   }
-  return admitted(fresh, grant(lease_id, fresh))
+  local generation, probe = give_role(lease_id, chosen)
+  local expires_at_ms = grant(lease_id, fresh, generation)
+  return admitted(fresh, probe, expires_at_ms)
 end
 if reason == "too_costly" then return answer(IMPOSSIBLE, process, reason, 0) end
 

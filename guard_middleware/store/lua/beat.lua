@@ -19,8 +19,10 @@
      9 DONE
 ]]
 --- @include "state"
---- @include "breaker"
 --- @include "leases"
+--- @include "capacity"
+--- @include "order"
+--- @include "breaker"
 --- @include "lines"
 --- @include "configuration"
 --- @include "sweep"
@@ -75,7 +77,7 @@ local function assert_again(id, held)
     if not mine then held.namespace, held.queue, held.message, held.worker = nil, nil, nil, nil end
   end
   call("SADD", root .. "leased", held.endpoint)
-  call("SET", lease_key(id), pack(held))
+  call("SET", LEASE .. id, pack(held))
   set_expiry(id, held, now + rules.lease_ms)
   return mine
 end
@@ -124,16 +126,13 @@ for _, id in ipairs(unbegun) do give_back(id) end
 -- A lost reply strands nothing: what this process does not know of goes back.
 local again = {}
 for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
-  for _, id in ipairs(call("ZRANGE", root .. "units:" .. endpoint, 0, -1)) do
-    if not named[id] and not id:find("\31", 1, true) then
+  for _, id in ipairs(call("ZRANGE", UNITS .. endpoint, 0, -1)) do
+    local via = id:match("^[^:]*")
+    local again_taken = via == beat_id and via ~= id
+    if not id:find("\31", 1, true) and (again_taken or not (named[id] or explained[via])) then
       local lease = lease_of(id)
       if lease and lease.process == process and not lease.hold then
-        local via = id:match("^[^:]*")
-        if not explained[via] then
-          give_back(id)
-        elseif via == beat_id and via ~= id then
-          again[#again + 1] = id
-        end
+        if again_taken then again[#again + 1] = id else give_back(id) end
       end
     end
   end

@@ -14,8 +14,10 @@
      9 DONE
 ]]
 --- @include "state"
---- @include "breaker"
 --- @include "leases"
+--- @include "capacity"
+--- @include "order"
+--- @include "breaker"
 --- @include "lines"
 --- @include "configuration"
 --- @include "sweep"

@@ -23,8 +23,46 @@
      6 STOLEN              the lease ran out, and somebody else has the message
 ]]
 --- @include "state"
---- @include "breaker"
 --- @include "leases"
+-- The mean length of an endpoint's calls, smoothed with weight 1/8.
+local function smooth(lease)
+  local field = "mean:" .. lease.endpoint
+  if not fact("spec:" .. lease.endpoint) then return end
+  local mean_ms, length_ms = tonumber(fact(field) or 0), now - lease.started_at_ms
+  if mean_ms > 0 then length_ms = floor(mean_ms + (length_ms - mean_ms) / 8 + 0.5) end
+  if mean_ms ~= max(1, length_ms) then set_fact(field, max(1, length_ms)) end
+end
+
+-- The common case, without what the others need: nobody waits, time has ended nothing, and all is well.
+do
+  local process, lease_id, outcome, home, idle = ARGV[2], ARGV[3], ARGV[4], ARGV[6], tonumber(ARGV[9])
+  prefetch({
+    "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "deadlines", "idle:" .. process,
+    HOLD .. process, "spec:" .. home, "breaker:" .. home, "mean:" .. home,
+  })
+  rules = record("rules")
+  if rules and facts.due and now - facts.last_run <= 2 * rules.heartbeat_ms and now < tonumber(facts.due)
+    and not facts.lines and not facts.held_at and not facts[HOLD .. process]
+    and outcome ~= "overload" and ARGV[7] == "" then
+    local lease = lease_of(lease_id)
+    local breaker = lease and record("breaker:" .. lease.endpoint)
+    if lease and (not breaker or (breaker.open_until_ms == 0 and breaker.fails == 0 and breaker.ramp == -1)) then
+      end_lease(lease_id, lease, true)
+      if ARGV[11] then call("HDEL", root .. "parked:" .. home .. "\31" .. KEYS[2] .. "\31" .. ARGV[10], ARGV[11]) end
+      if outcome == "success" then smooth(lease) end
+      bury(lease_id, 5, "", 0)
+      set_fact("last_run", now)
+      if idle >= 0 and facts["idle:" .. process] then set_fact("idle:" .. process, idle) end
+      flush()
+      return { 5, "", 0, "", 0, 0, 0, -1, 0, facts.epoch or "", 0 }
+    end
+  end
+end
+
+--- @include "capacity"
+--- @include "order"
+--- @include "breaker"
+--- @include "settle"
 --- @include "lines"
 --- @include "configuration"
 --- @include "sweep"
@@ -39,12 +77,7 @@ local MAX_DENIALS, FIRST_DENIAL_MS = 3, 1000
 local process, lease_id, outcome, home, park = ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7]
 local namespace, queue, message, worker = KEYS[2], ARGV[10], ARGV[11], ARGV[12]
 
-prefetch({
-  "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "deadlines", "idle:" .. process,
-  HOLD .. process, "spec:" .. home, "breaker:" .. home, "mean:" .. home,
-})
 begin(process, tonumber(ARGV[9]))
-
 local lease, tombstone = lease_of(lease_id)
 if tombstone then return answer_again(tombstone, process) end
 
@@ -53,11 +86,7 @@ local function count()
   local endpoint = lease.endpoint
   local spec = spec_of(endpoint)
   if not spec then return false end
-  if outcome == "success" then
-    local mean_ms, length_ms = tonumber(fact("mean:" .. endpoint) or 0), now - lease.started_at_ms
-    if mean_ms > 0 then length_ms = floor(mean_ms + (length_ms - mean_ms) / 8 + 0.5) end
-    if mean_ms ~= max(1, length_ms) then set_fact("mean:" .. endpoint, max(1, length_ms)) end
-  end
+  if outcome == "success" then smooth(lease) end
   return settle(endpoint, spec, outcome, lease_id, lease, tonumber(ARGV[5]), ceiling_of(endpoint, spec), rules)
 end
 

@@ -14,7 +14,7 @@ local function next_ms()
   later(fact("held_at"))
   if fact("lines") then
     for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
-      later(call("ZRANGEBYSCORE", root .. "units:" .. endpoint, now + 1, "+inf", "WITHSCORES", "LIMIT", 0, 1)[2])
+      later(call("ZRANGEBYSCORE", UNITS .. endpoint, now + 1, "+inf", "WITHSCORES", "LIMIT", 0, 1)[2])
     end
     later(fact("epoch_until"))
     local seen = {}
@@ -30,6 +30,11 @@ local function next_ms()
     end
   end
   return soonest < math.huge and soonest or rules.heartbeat_ms
+end
+
+-- When a lease ends.
+local function expiry_of(id, lease)
+  return tonumber(call("ZSCORE", UNITS .. lease.endpoint, id) or 0)
 end
 
 -- Messages of leases that were handed over before, as far as they are still there, in the form of `serve`.

@@ -1,5 +1,5 @@
 --[[
-  The admission rule over one endpoint and its GPU group: what `core/admission.py` says (I1), and the choice between an
+  The admission rule over one endpoint and its GPU group: what `core/admission.py` says, and the choice between an
   endpoint and its fallback.
 ]]
 
@@ -7,12 +7,6 @@ local function spec_of(endpoint) return record("spec:" .. endpoint) end
 
 local function ceiling_of(endpoint, spec)
   return tonumber(fact("override:" .. endpoint) or spec.ceiling)
-end
-
--- Units of a limit that background may not take; at least one is always left to it.
-local function reserve_of(limit, fixed)
-  if limit <= 1 then return 0 end
-  return min(fixed or max(1, floor(rules.reserve_fraction * limit + 0.5)), limit - 1)
 end
 
 -- The state of the breaker of an endpoint; one that is switched off counts as closed.
@@ -23,7 +17,7 @@ end
 -- Units of the present generation, of which the ramp counts.
 local function present(endpoint, generation)
   local units = 0
-  for _, unit in ipairs(call("ZRANGEBYSCORE", root .. "units:" .. endpoint, now + 1, "+inf")) do
+  for _, unit in ipairs(call("ZRANGEBYSCORE", UNITS .. endpoint, now + 1, "+inf")) do
     local lease = not unit:find("\31", 1, true) and lease_of(unit)
     if lease and lease.generation == generation then units = units + lease.cost end
   end
@@ -32,7 +26,7 @@ end
 
 -- Whether the probe's role is taken, or a unit is held for the probe.
 local function probe_live(endpoint, breaker)
-  local units = root .. "units:" .. endpoint
+  local units = UNITS .. endpoint
   if breaker.probe ~= "" and now < breaker.probe_until_ms
     and tonumber(call("ZSCORE", units, breaker.probe) or 0) > now then
     return true
@@ -50,31 +44,9 @@ local function against(endpoint, spec, rank, cost, aged)
   local phase = spec.breaker and phase_of(breaker) or "closed"
   if phase == "open" then return "breaker_open", false end
   if phase == "half_open" and probe_live(endpoint, breaker) then return "probing", false end
-  local ceiling = ceiling_of(endpoint, spec)
-  local units = in_flight(endpoint) + cost
-  if units > ceiling then return "endpoint_full", false end
   local background = rank >= BACKGROUND and not aged and phase == "closed"
-  if phase == "closed" then
-    local ramped = breaker.ramp ~= -1 and present(endpoint, breaker.generation) or 0
-    if ramped > 0 and ramped + cost > 1 + breaker.ramp then return "endpoint_full", false end
-    if background then
-      if units > ceiling - reserve_of(ceiling, spec.reserve) then return "reserved", false end
-      if ramped > 0 then
-        local limit = min(ceiling, 1 + breaker.ramp)
-        if ramped + cost > limit - reserve_of(limit, spec.reserve) then return "reserved", false end
-      end
-    end
-  end
-  if not spec.budget then return nil, false end
-  local total, set_aside = units, 0
-  for _, other in ipairs(spec.others) do
-    local taken = in_flight(other.id)
-    total = total + taken
-    set_aside = set_aside + max(0, other.floor - taken)
-  end
-  if background and total > spec.budget - reserve_of(spec.budget) then return "reserved", true end
-  if total + set_aside > spec.budget then return "group_full", true end
-  return nil, false
+  if phase ~= "closed" or breaker.ramp == -1 then return no_room(endpoint, spec, cost, background) end
+  return no_room(endpoint, spec, cost, background, present(endpoint, breaker.generation), 1 + breaker.ramp)
 end
 
 --[[

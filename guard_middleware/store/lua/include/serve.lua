@@ -13,7 +13,6 @@ local function serve(process, want, via)
   local serving = { takes = takes, taken = taken, woken = woken, waiting = 0 }
   if nobody_waits() or now < tonumber(fact("epoch_until") or 0) then return serving end
   local closed, claimed, skipped, cursors, passed, notified = {}, {}, {}, {}, {}, {}
-  local lines, room = lines(), room()
 
   local function wake(runner, lease_id)
     if not notified[runner] then woken[#woken + 1] = runner end
@@ -22,8 +21,8 @@ local function serve(process, want, via)
   end
 
   local function hand_over(lease_id, endpoint, generation, probe, expires_at_ms, line, parked, waiter, payload)
-    local parts = lines.parts(line)
-    call("SADD", lines.ack_set(parts.namespace, room.process(process).worker, parts.queue), waiter)
+    local parts = lines().parts(line)
+    call("SADD", lines().ack_set(parts.namespace, room().process(process).worker, parts.queue), waiter)
     want = want - 1
     for _, value in ipairs({
       lease_id, endpoint, parts.endpoint, generation, probe and 1 or 0, expires_at_ms, parked.rank, parked.cost,
@@ -33,10 +32,10 @@ local function serve(process, want, via)
 
   -- Hand waiters that are too old to their broker's age limit, without a permit.
   local function hand_over_old()
-    local firsts = want > 0 and room.process(process) and record("deadlines")
+    local firsts = want > 0 and room().process(process) and record("deadlines")
     if not firsts then return end
     local old, looked = {}, {}
-    for full in pairs(room.process(process).queues) do
+    for full in pairs(room().process(process).queues) do
       if firsts[full] and firsts[full] <= now then
         looked[#looked + 1] = full
         local found = call("ZRANGEBYSCORE", root .. "deadlines:" .. full, "-inf", now, "WITHSCORES", "LIMIT", 0, want)
@@ -49,10 +48,10 @@ local function serve(process, want, via)
     end)
     for index = 1, min(want, #old) do
       local line, waiter = old[index].member:match("^(.-\31.-\31.-)\31(.*)$")
-      local parts, parked = lines.parts(line), lines.parked(line, waiter)
-      lines.leave(line, waiter, parked)
-      lines.forget(line, waiter)
-      local payload = call("HGET", lines.messages(parts.namespace, parts.queue), waiter)
+      local parts, parked = lines().parts(line), lines().parked(line, waiter)
+      lines().leave(line, waiter, parked)
+      lines().forget(line, waiter)
+      local payload = call("HGET", lines().messages(parts.namespace, parts.queue), waiter)
       if payload then hand_over("", parts.endpoint, 0, false, 0, line, parked, waiter, payload) end
     end
     for _, full in ipairs(looked) do
@@ -64,7 +63,7 @@ local function serve(process, want, via)
 
   local function new_lease(endpoint, line, runner, parked)
     return {
-      endpoint = endpoint, home = lines.parts(line).endpoint, rank = parked.rank, cost = parked.cost,
+      endpoint = endpoint, home = lines().parts(line).endpoint, rank = parked.rank, cost = parked.cost,
       process = runner, place = parked.place, deadline_ms = parked.deadline_ms,
     }
   end
@@ -79,31 +78,32 @@ local function serve(process, want, via)
   end
 
   local function take(line, waiter, parked, endpoint)
-    local parts = lines.parts(line)
-    local payload = call("HGET", lines.messages(parts.namespace, parts.queue), waiter)
-    lines.leave(line, waiter, parked)
+    local parts = lines().parts(line)
+    local payload = call("HGET", lines().messages(parts.namespace, parts.queue), waiter)
+    lines().leave(line, waiter, parked)
     if not payload then                 -- flushed: a ghost never counts as a take
-      lines.forget(line, waiter)
+      lines().forget(line, waiter)
       return
     end
     local lease, id = new_lease(endpoint, line, process, parked), free_id()
     lease.namespace, lease.queue, lease.message = parts.namespace, parts.queue, waiter
-    lease.worker = room.process(process).worker
-    local probe, expires_at_ms = grant(id, lease)
+    lease.worker = room().process(process).worker
+    local generation, probe = give_role(id, endpoint)
+    local expires_at_ms = grant(id, lease, generation)
     taken[#taken + 1] = id
-    hand_over(id, endpoint, lease.generation, probe, expires_at_ms, line, parked, waiter, payload)
+    hand_over(id, endpoint, generation, probe, expires_at_ms, line, parked, waiter, payload)
   end
 
   -- Nobody idle can run this line now; a caller whose process is gone leaves it.
   local function nobody(line, waiter, parked)
-    local parts = lines.parts(line)
+    local parts = lines().parts(line)
     if parts.full == "" then
-      lines.leave(line, waiter, parked)
-      lines.forget(line, waiter)
+      lines().leave(line, waiter, parked)
+      lines().forget(line, waiter)
       return
     end
     skipped[line] = true
-    local known = room.process(process)
+    local known = room().process(process)
     if known and known.queues[parts.full] then
       local _, reason = place_call(parts.endpoint, parked.rank, parked.cost, false)
       if not reason then waiting = 1 end
@@ -113,12 +113,12 @@ local function serve(process, want, via)
   -- The best takeable waiter of an endpoint that has not seen its server shed load; nil if there is none.
   local function other_probe(endpoint)
     local best
-    for _, line in ipairs(lines.all()) do
-      local found = lines.parts(line).endpoint == endpoint
+    for _, line in ipairs(lines().all()) do
+      local found = lines().parts(line).endpoint == endpoint
         and call("ZRANGE", root .. "line:" .. line, 0, PROBE_SCAN - 1, "WITHSCORES") or {}
       for index = 1, #found, 2 do
-        local parked, key = lines.parked(line, found[index]), tonumber(found[index + 1])
-        local runner = parked.overloaded and "" or room.runner(line, parked, want > 0 and process or "")
+        local parked, key = lines().parked(line, found[index]), tonumber(found[index + 1])
+        local runner = parked.overloaded and "" or room().runner(line, parked, want > 0 and process or "")
         local _, reason = nil, true
         if runner ~= "" then _, reason = place_call(endpoint, parked.rank, parked.cost, false) end
         if not reason then
@@ -133,11 +133,11 @@ local function serve(process, want, via)
   end
 
   local function let_go(line, waiter, parked, endpoint, runner)
-    local parts = lines.parts(line)
+    local parts = lines().parts(line)
     if parts.full == "" then
-      lines.leave(line, waiter, parked)
-      lines.forget(line, waiter)
-      grant(waiter, new_lease(endpoint, line, runner, parked))
+      lines().leave(line, waiter, parked)
+      lines().forget(line, waiter)
+      grant(waiter, new_lease(endpoint, line, runner, parked), (give_role(waiter, endpoint)))
       wake(runner, waiter)
     elseif runner == process and want > 0 then
       take(line, waiter, parked, endpoint)
@@ -146,7 +146,7 @@ local function serve(process, want, via)
     else                                -- only another process can: keep a unit for it, and tell it
       local hold = new_lease(endpoint, line, runner, parked)
       hold.hold = true
-      grant(HOLD .. runner, hold)
+      grant(HOLD .. runner, hold, breaker_of(endpoint).generation)
       wake(runner, "")
       passed[line .. "\31" .. waiter] = true
     end
@@ -154,8 +154,8 @@ local function serve(process, want, via)
 
   -- Let one waiter go, or close what stands against it for the rest of this command.
   local function attempt(line, waiter, aged)
-    local parked, home = lines.parked(line, waiter), lines.parts(line).endpoint
-    local runner = room.runner(line, parked, want > 0 and process or "")
+    local parked, home = lines().parked(line, waiter), lines().parts(line).endpoint
+    local runner = room().runner(line, parked, want > 0 and process or "")
     if runner == "" then return nobody(line, waiter, parked) end
     local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, aged)
     local spec = spec_of(endpoint)
@@ -175,13 +175,13 @@ local function serve(process, want, via)
   -- The best waiter among the lines that are still open in this command.
   local function best_waiter()
     local best_line, best, best_key
-    for _, line in ipairs(lines.all()) do
-      if not skipped[line] and not closed[lines.parts(line).endpoint] then
+    for _, line in ipairs(lines().all()) do
+      if not skipped[line] and not closed[lines().parts(line).endpoint] then
         local cursor = cursors[line] or 0
-        local waiter, key = lines.at(line, cursor)
+        local waiter, key = lines().at(line, cursor)
         while waiter and passed[line .. "\31" .. waiter] do
           cursor = cursor + 1
-          waiter, key = lines.at(line, cursor)
+          waiter, key = lines().at(line, cursor)
         end
         cursors[line] = cursor
         if waiter and (not best_key or key < best_key or (key == best_key and before(line, best_line))) then
@@ -194,14 +194,14 @@ local function serve(process, want, via)
 
   hand_over_old()
   local endpoints, seen = {}, {}
-  for _, line in ipairs(lines.all()) do
-    local endpoint = lines.parts(line).endpoint
+  for _, line in ipairs(lines().all()) do
+    local endpoint = lines().parts(line).endpoint
     if not seen[endpoint] then endpoints[#endpoints + 1] = endpoint end
     seen[endpoint] = true
   end
   table.sort(endpoints, before)
   for _, endpoint in ipairs(endpoints) do
-    local line, waiter = room.aged(endpoint)
+    local line, waiter = room().aged(endpoint)
     if line then attempt(line, waiter, true) end
   end
   for _ = 1, SCAN do

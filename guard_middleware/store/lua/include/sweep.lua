@@ -26,7 +26,7 @@ end
 -- The store was away: nobody's lease ended because of that.
 local function move_on(gap)
   for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
-    local units = root .. "units:" .. endpoint
+    local units = UNITS .. endpoint
     for _, unit in ipairs(call("ZRANGE", units, 0, -1)) do call("ZINCRBY", units, gap, unit) end
   end
   for _, process in ipairs(call("ZRANGE", root .. "alive", 0, -1)) do
@@ -37,7 +37,7 @@ end
 local function sweep()
   local expired = {}
   for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
-    local units = root .. "units:" .. endpoint
+    local units = UNITS .. endpoint
     local found = call("ZRANGEBYSCORE", units, "-inf", now, "WITHSCORES", "LIMIT", 0, SWEEP_LEASES)
     for index = 1, #found, 2 do
       if not found[index]:find("\31", 1, true) then
@@ -79,7 +79,7 @@ local function sweep()
 
   set_fact("due", false)
   for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
-    local first = call("ZRANGE", root .. "units:" .. endpoint, 0, 0, "WITHSCORES")[2]
+    local first = call("ZRANGE", UNITS .. endpoint, 0, 0, "WITHSCORES")[2]
     if first then due_at(tonumber(first)) end
   end
   local first = call("ZRANGE", root .. "alive", 0, 0, "WITHSCORES")[2]

@@ -1,0 +1,254 @@
+"""Verbs to script calls, and replies to values. Pure: shared by the sync and the async store.
+
+The order of the arguments is that of the scripts' headers; a test holds the two together. All values go out as text
+or integers, and ids come back as text; only payloads stay bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from guard_middleware.core.commands import Reply, Status, Take
+from guard_middleware.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from guard_middleware.core.commands import Ask, Beat, Configure, Finish, Held, Message, Operate
+
+Value = str | int
+_FIXED = 11
+_TAKE = 12
+_STATUSES = {int(status): status for status in Status}
+
+
+class Call(NamedTuple):
+    """One call of a script.
+
+    Attributes:
+        script: its name.
+        keys: what follows the root in ``KEYS``.
+        args: what follows ``now_ms`` in ``ARGV``.
+    """
+
+    script: str
+    keys: tuple[str, ...]
+    args: list[Value]
+
+
+# ---------------------------------------------------------------------- out
+
+
+def encode_admit(command: Ask) -> Call:
+    """Ask for a permit."""
+    flags = ("c" if command.confirm else "") + ("s" if command.slot else "") + ("w" if command.wait else "")
+    args: list[Value] = [
+        command.process,
+        command.lease,
+        command.endpoint,
+        command.rank,
+        command.cost,
+        command.take,
+        command.idle,
+        command.deadline_ms,
+        flags,
+    ]
+    message = command.message
+    if message is None:
+        return Call("admit", (), args)
+    args += (message.queue, message.id, message.worker)
+    return Call("admit", (message.namespace,), args)
+
+
+def encode_finish(command: Finish) -> Call:
+    """Release a lease."""
+    args: list[Value] = [
+        command.process,
+        command.lease,
+        command.outcome.value,
+        command.retry_after_ms,
+        command.home,
+        command.park.value,
+        command.take,
+        command.idle,
+    ]
+    message = command.message
+    if message is None:
+        return Call("finish", (), args)
+    args += (message.queue, message.id, message.worker)
+    return Call("finish", (message.namespace,), args)
+
+
+def encode_beat(command: Beat) -> Call:
+    """Renew, report, give back, assert and take."""
+    args: list[Value] = [
+        command.process,
+        command.id,
+        command.take,
+        command.idle,
+        command.worker,
+        int(command.leaving),
+        len(command.queues),
+    ]
+    for namespace, queue in command.queues:
+        args += (namespace, queue)
+    for ids in (command.leases, command.outstanding, command.give_back):
+        args += (len(ids), *ids)
+    args.append(len(command.asserts))
+    for held in command.asserts:
+        args += _held(held)
+    return Call("beat", (), args)
+
+
+def _held(held: Held) -> Iterable[Value]:
+    message = held.message
+    return (
+        held.lease,
+        held.endpoint,
+        held.home,
+        held.rank,
+        held.cost,
+        held.generation,
+        *(("", "", "", "") if message is None else _whereabouts(message)),
+    )
+
+
+def _whereabouts(message: Message) -> tuple[str, str, str, str]:
+    return (message.namespace, message.queue, message.id, message.worker)
+
+
+def encode_configure(command: Configure) -> Call:
+    """Publish a configuration. Fractions go out as the shortest text that is read back as the same number."""
+    published = command.published
+    rules = published.rules
+    args: list[Value] = [
+        command.process,
+        command.first_start_hold_ms,
+        command.epoch,
+        published.revision,
+        rules.lease_ms,
+        rules.heartbeat_ms,
+        rules.hold_ms,
+        rules.ageing_ms,
+        rules.max_overloads,
+        repr(rules.reserve_fraction),
+        rules.probe_deadline_ms,
+        rules.retry_after_cap_ms,
+        len(published.endpoints),
+    ]
+    for spec in published.endpoints:
+        args += (
+            spec.id,
+            spec.ceiling,
+            spec.floor,
+            "" if spec.reserve is None else spec.reserve,
+            spec.group,
+            spec.fallback,
+            int(spec.breaker),
+            spec.fail_threshold,
+            spec.base_cooldown_ms,
+            spec.max_cooldown_ms,
+            repr(spec.backoff_factor),
+        )
+    args.append(len(published.budgets))
+    for group, budget in published.budgets.items():
+        args += (group, budget)
+    return Call("configure", (), args)
+
+
+def encode_operate(command: Operate) -> Call:
+    """Carry out an operation."""
+    return Call(
+        "operate",
+        (),
+        [command.action.value, command.target, command.value, *command.queue, int(command.force)],
+    )
+
+
+# ---------------------------------------------------------------------- in
+
+
+def decode_reply(raw: Any) -> Reply:
+    """Read the flat reply of every script but `snapshot`.
+
+    Raises:
+        StoreUnavailable: if it is not such a reply.
+    """
+    try:
+        if len(raw) == _FIXED:
+            return Reply(
+                status=_STATUSES[raw[0]],
+                reason=raw[1].decode(),
+                retry_after_ms=raw[2],
+                endpoint=raw[3].decode(),
+                generation=raw[4],
+                probe=raw[5] == 1,
+                expires_at_ms=raw[6],
+                next_ms=raw[7],
+                waiting=raw[8],
+                epoch=raw[9].decode(),
+                count=raw[10],
+            )
+        return _decode_with_lists(raw)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as exc:
+        msg = f"the store's reply cannot be read ({type(exc).__name__}): is something else answering on its address?"
+        raise StoreUnavailable(msg) from exc
+
+
+def _decode_with_lists(raw: list[Any]) -> Reply:
+    lists: list[list[Any]] = []
+    at = _FIXED
+    for _ in range(4):
+        lists.append(raw[at + 1 : at + 1 + raw[at]])
+        at += 1 + len(lists[-1])
+    if at != len(raw):
+        msg = f"{len(raw)} values where {at} were announced"
+        raise ValueError(msg)
+    lost, stolen, woken, takes = lists
+    fixed = decode_reply(raw[:_FIXED])
+    return Reply(
+        status=fixed.status,
+        reason=fixed.reason,
+        retry_after_ms=fixed.retry_after_ms,
+        endpoint=fixed.endpoint,
+        generation=fixed.generation,
+        probe=fixed.probe,
+        expires_at_ms=fixed.expires_at_ms,
+        takes=tuple(_take(*takes[first : first + _TAKE]) for first in range(0, len(takes), _TAKE)),
+        next_ms=fixed.next_ms,
+        waiting=fixed.waiting,
+        epoch=fixed.epoch,
+        lost=tuple(one.decode() for one in lost),
+        stolen=tuple(one.decode() for one in stolen),
+        count=fixed.count,
+        woken=tuple(one.decode() for one in woken),
+    )
+
+
+def _take(
+    lease: bytes,
+    endpoint: bytes,
+    home: bytes,
+    generation: int,
+    probe: int,
+    expires_at_ms: int,
+    rank: int,
+    cost: int,
+    namespace: bytes,
+    queue: bytes,
+    message_id: bytes,
+    payload: bytes,
+) -> Take:
+    return Take(
+        lease=lease.decode(),
+        endpoint=endpoint.decode(),
+        home=home.decode(),
+        generation=generation,
+        probe=probe == 1,
+        expires_at_ms=expires_at_ms,
+        rank=rank,
+        cost=cost,
+        queue=(namespace.decode(), queue.decode()),
+        message_id=message_id.decode(),
+        payload=payload,
+    )

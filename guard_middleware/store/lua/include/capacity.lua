@@ -1,0 +1,39 @@
+--[[
+  Whether an endpoint and its GPU group have room for a call: rules 4 to 6 of DESIGN section 6 (I1).
+]]
+
+-- Units of a limit that background may not take; at least one is always left to it.
+local function reserve_of(limit, fixed)
+  if limit <= 1 then return 0 end
+  return min(fixed or max(1, floor(rules.reserve_fraction * limit + 0.5)), limit - 1)
+end
+
+--[[
+  Why there is no room for the call, or nil; and whether only the group stands against it. `background` if it may not
+  touch the reserve. During a ramp, `ramped` units of the present generation are in flight, and `ramp_limit` may be.
+]]
+local function no_room(endpoint, spec, cost, background, ramped, ramp_limit)
+  local ceiling = tonumber(fact("override:" .. endpoint) or spec.ceiling)
+  local units = in_flight(endpoint) + cost
+  if units > ceiling then return "endpoint_full", false end
+  -- A call alone on its endpoint is admissible up to the ceiling, or cost 2 would wait for ever at a limit of 1.
+  ramped = ramped or 0
+  if ramped > 0 and ramped + cost > ramp_limit then return "endpoint_full", false end
+  if background then
+    if units > ceiling - reserve_of(ceiling, spec.reserve) then return "reserved", false end
+    if ramped > 0 then
+      local limit = min(ceiling, ramp_limit)
+      if ramped + cost > limit - reserve_of(limit, spec.reserve) then return "reserved", false end
+    end
+  end
+  if not spec.budget then return nil, false end
+  local total, set_aside = units, 0
+  for _, other in ipairs(spec.others) do
+    local taken = in_flight(other.id)
+    total = total + taken
+    set_aside = set_aside + max(0, other.floor - taken)
+  end
+  if background and total > spec.budget - reserve_of(spec.budget) then return "reserved", true end
+  if total + set_aside > spec.budget then return "group_full", true end
+  return nil, false
+end

@@ -1,0 +1,18 @@
+-- Records that are written, and the order of strings and of waiters.
+
+local RANK = 2 ^ 50                     -- score in a line = rank * RANK + place, exact in a double
+
+local function set_record(field, value)
+  records[field] = value
+  set_fact(field, value and pack(value))
+end
+
+-- Whether a string comes before another by its bytes; the `<` of the server follows its locale.
+local function before(one, other)
+  local length = min(#one, #other)
+  for index = 1, length do
+    local a, b = one:byte(index), other:byte(index)
+    if a ~= b then return a < b end
+  end
+  return #one < #other
+end
