@@ -6,8 +6,8 @@ about the message; a client with retries of its own would go on loading a server
 
 from __future__ import annotations
 
+import logging
 import os
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 _TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 # The permits are the limit. A bound on connections would be a second one, at which a call waits with its permit held.
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+_CERTIFICATES = httpx.create_ssl_context()
+# Neither connects before its first call, so that processes share no connection if they fork after this.
+_client = httpx.Client(timeout=_TIMEOUT, limits=_LIMITS, verify=_CERTIFICATES)
+_async_client = httpx.AsyncClient(timeout=_TIMEOUT, limits=_LIMITS, verify=_CERTIFICATES)
+# At INFO it logs each call's URL, with the credentials that may be in it.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def embeddings(texts: list[str], endpoint: EndpointConfig | None = None) -> list[list[float]]:
@@ -35,31 +41,20 @@ def embeddings(texts: list[str], endpoint: EndpointConfig | None = None) -> list
     Raises:
         httpx.HTTPError: the call failed.
     """
-    request = _request(_client(), "embeddings", {"input": texts}, endpoint)
-    return [row["embedding"] for row in _answer(_client().send(request))["data"]]
+    request = _request(_client, "embeddings", {"input": texts}, endpoint)
+    return [row["embedding"] for row in _answer(_client.send(request))["data"]]
 
 
 def chat(prompt: str, endpoint: EndpointConfig | None = None) -> str:
     """Return the model's answer. Arguments and errors as for `embeddings`."""
-    request = _request(_client(), "chat/completions", _chat_body(prompt), endpoint)
-    return _text(_answer(_client().send(request)))
+    request = _request(_client, "chat/completions", _chat_body(prompt), endpoint)
+    return _text(_answer(_client.send(request)))
 
 
 async def chat_async(prompt: str, endpoint: EndpointConfig | None = None) -> str:
     """Return the model's answer, for async actors. Arguments and errors as for `embeddings`."""
-    request = _request(_async_client(), "chat/completions", _chat_body(prompt), endpoint)
-    return _text(_answer(await _async_client().send(request)))
-
-
-# Made by the first call, that is after the fork: processes must not share connections.
-@cache
-def _client() -> httpx.Client:
-    return httpx.Client(timeout=_TIMEOUT, limits=_LIMITS)
-
-
-@cache
-def _async_client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=_TIMEOUT, limits=_LIMITS)
+    request = _request(_async_client, "chat/completions", _chat_body(prompt), endpoint)
+    return _text(_answer(await _async_client.send(request)))
 
 
 def _request(

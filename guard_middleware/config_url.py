@@ -138,7 +138,8 @@ def api_url(base_url: str, path: str) -> str:
     root = server_url(base_url, "")
     operation = path.lstrip("/")
     operation = "" if operation == "v1" else operation.removeprefix("v1/").lstrip("/")
-    version = "" if _OTHER_VERSION.search(root) else "/v1"
+    # Of the path alone: a host may be called v2.
+    version = "" if _OTHER_VERSION.search(_path_without_v1(_split(base_url))) else "/v1"
     return f"{root}{version}/{operation}" if operation else f"{root}{version}"
 
 

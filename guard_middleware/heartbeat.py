@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _TIMER_SLACK_S = 0.001
-_LISTEN_S = 1.0
+_LISTEN_S = 0.2
 
 
 class Host(Protocol):
@@ -233,8 +233,8 @@ class Heartbeat:
 
     def finish_later(self, finish: Finish) -> None:
         """Leave a finish to the beats, which repeat it until it is answered."""
+        self.holdings.send_later(replace(finish, take=0, idle=-1))  # first: a lease that nobody names goes back
         self.holdings.drop(finish.lease)
-        self.holdings.send_later(replace(finish, take=0, idle=-1))
         self.holdings.settled(finish.lease)
         self.poke()
 
@@ -309,9 +309,8 @@ class Heartbeat:
         """Do what every reply asks for: remember the epoch, arm the timer, run what was handed over."""
         self._note(reply)
         if reply.takes:
-            self.host.deliver(
-                [(take, self.holdings.taken(take, sent_at_s) if take.lease else None) for take in reply.takes]
-            )
+            new = [take for take in reply.takes if self.holdings.find(take.lease) is None]  # I11: a repeated answer
+            self.host.deliver([(take, self.holdings.taken(take, sent_at_s) if take.lease else None) for take in new])
 
     def _note(self, reply: Reply) -> None:
         if reply.epoch:

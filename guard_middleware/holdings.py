@@ -151,6 +151,14 @@ class Holdings:
         with self._lock:
             return self._held.get(lease)
 
+    def has_message(self, queue: str, message_id: str) -> bool:
+        """Whether a lease of this process belongs to that delivery."""
+        with self._lock:
+            return any(
+                holding.message is not None and (holding.message.queue, holding.message.id) == (queue, message_id)
+                for holding in self._held.values()
+            )
+
     def drop(self, lease: str) -> Holding | None:
         """Forget a lease: it is finished, or was never given."""
         with self._lock:

@@ -73,6 +73,7 @@ class Half:
             if self._guarded:
                 view = Guard(settings).make_store()
                 stack.callback(view.close)
+                time.sleep(settings.first_start_hold_ms / 1000)  # a store that never saw a guard admits nothing yet
             server.reset()
             began_s = time.monotonic()
             finished = self._load(workers, server, view, screen)

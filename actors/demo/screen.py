@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from rich.console import Group
     from rich.live import Live
-    from rich.table import Table
 
 _LINE_EVERY_S = 3.0
-_COLUMNS = ("endpoint", "in flight", "most", "limit", "waiting: interactive", "orchestration", "background", "breaker")
+_COLUMNS = ("endpoint", "in flight", "most", "limit", "waiting: interactive\n/ orchestration\n/ background", "breaker")
+_RANKS = (0, 1, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +42,9 @@ class EndpointRow:
     def cells(self) -> tuple[str, ...]:
         """The row as texts."""
         guarded = self.limit is not None
-        waiting = [str(self.waiting.get(rank, 0)) if guarded else "-" for rank in (0, 1, 3)]
+        waiting = " / ".join(str(self.waiting.get(rank, 0)) for rank in _RANKS) if guarded else "-"
         limit = str(self.limit) if guarded else "none"
-        return (self.name, str(self.in_flight), str(self.most), limit, *waiting, self.breaker or "-")
+        return (self.name, str(self.in_flight), str(self.most), limit, waiting, self.breaker or "-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +64,16 @@ class Sample:
     def headline(self) -> str:
         """Everything that is not about one endpoint."""
         return (
-            f"{self.half} {self.at_s:5.1f} s  {self.sent - self.remaining}/{self.sent} messages over, "
-            f"{self.together} calls in flight, host {self.host}, {self.deaths} deaths, {self.retries} retries"
+            f"{self.half} {self.at_s:5.1f} s: {self.sent - self.remaining} of {self.sent} messages over, "
+            f"{self.together} in flight, host {self.host}, {self.deaths} deaths, {self.retries} retries"
         )
 
     def line(self) -> str:
         """The whole sample in one line."""
         rows = []
         for row in self.rows:
-            name, in_flight, _, limit, *waiting, breaker = row.cells()
-            rows.append(f"{name} {in_flight} of {limit}, waiting {'/'.join(waiting)}, breaker {breaker}")
+            name, in_flight, _, limit, waiting, breaker = row.cells()
+            rows.append(f"{name} {in_flight} of {limit}, waiting {waiting}, breaker {breaker}")
         return " | ".join([self.headline(), *rows])
 
 
@@ -111,12 +112,13 @@ class Screen:
             print(sample.line(), flush=True)
 
 
-def _table(sample: Sample) -> Table:
+def _table(sample: Sample) -> Group:
+    from rich.console import Group  # noqa: PLC0415  # as above
     from rich.table import Table  # noqa: PLC0415  # as above
 
-    table = Table(title=sample.headline(), title_justify="left")
+    table = Table()
     for number, name in enumerate(_COLUMNS):
         table.add_column(name, justify="right" if number else "left")
     for row in sample.rows:
         table.add_row(*row.cells())
-    return table
+    return Group(sample.headline(), table)

@@ -22,13 +22,13 @@ ROOT = Path(__file__).parents[2]
 _SHUTDOWN_MS = 3_000
 _STOP_S = 10.0
 
-# What becomes Dramatiq's master process: it is told to stop when the demo ends without having stopped it. (Linux only;
-# elsewhere the workers of a killed demo go on.)
+# What becomes Dramatiq's master process: first ask to be killed when the demo ends without having stopped it, as its
+# workers do when the master ends. (Linux only; elsewhere the workers of a killed demo go on.)
 _LAUNCH = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
     PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the demo is gone")
 os.execv(sys.argv[2], sys.argv[2:])

@@ -155,7 +155,7 @@ class Reference(Servant):
             status = self._late(command)
         else:
             counted = self._settle(command, lease)
-            if lease.message is None and command.message is not None:  # asserted again without its message
+            if self._elsewhere(command, lease):
                 status = self._late(command)
             elif self._park_again(command, lease, counted=counted):
                 status, reason = Status.PARKED, command.park.value
@@ -167,8 +167,13 @@ class Reference(Servant):
         self._bury(command.lease, status, reason, 0, takes)
         return self._reply(status, command.process, reason=reason, serving=serving)
 
+    def _elsewhere(self, command: Finish, lease: Lease) -> bool:
+        """Whether the message of a live lease is not with its worker any more: stolen, or requeued by its broker."""
+        message = command.message
+        return message is not None and (lease.message is None or message.id not in self.broker.ack_set(message))
+
     def _late(self, command: Finish) -> Status:
-        """A finish whose lease ran out: withdraw the message from the line, or learn that somebody else has it."""
+        """A finish whose lease or message was lost: withdraw the message from the line, or learn that somebody else has it."""
         message = command.message
         if message is None:
             return Status.FINISHED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, overload
@@ -117,7 +118,8 @@ def _watched(coroutine: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitabl
         delivery = current_delivery()
         if delivery is None:
             return await coroutine(*args, **kwargs)
-        delivery.coroutine_begins()
+        if not delivery.coroutine_begins():
+            raise asyncio.CancelledError
         try:
             return await coroutine(*args, **kwargs)
         finally:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from guard_middleware.permit import Permit
     from guard_middleware.queueing.member import Member
 
-_NOT_BEGUN = Classified(outcome=Outcome.IGNORED, reason="not begun")
+_CUT_OFF = Classified(outcome=Outcome.IGNORED, reason="cut off")
 
 
 class Delivery:
@@ -54,9 +54,9 @@ class Delivery:
         self._finish(verdict, self._park(exc, verdict))
 
     def drop(self) -> None:
-        """The body never began: another middleware skipped the message, or failed."""
-        if self._ended is None and not self.begun:
-            self._finish(_NOT_BEGUN, ParkAs.NO)
+        """The delivery is over without an end of the body: somebody skipped the message, failed, or interrupted."""
+        if self._ended is None:
+            self._finish(_CUT_OFF, ParkAs.NO)
 
     def _park(self, exc: BaseException | None, verdict: Classified) -> ParkAs:
         if exc is None or self.holding.message is None:
@@ -90,10 +90,13 @@ class Delivery:
         with self._lock:
             return self._coroutines > 0
 
-    def coroutine_begins(self) -> None:
-        """A coroutine of the actor starts on the event loop."""
+    def coroutine_begins(self) -> bool:
+        """A coroutine of the actor starts on the event loop. Returns whether it may: its actor may have ended (I2)."""
         with self._lock:
+            if self._ended is not None:
+                return False
             self._coroutines += 1
+            return True
 
     def coroutine_ends(self) -> None:
         """It has ended; if the actor ended before it, the lease ends now."""

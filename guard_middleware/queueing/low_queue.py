@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SUFFIX = ".low"
 _SPREAD = 0.1
 _LEAST_MS = 10
-_KEYED_BY_QUEUE = ("pipe_target", "group_callback_uuid")
+_KEYED_BY_QUEUE = ("pipe_target", "group_completion_uuid")
 
 
 def low_queue_of(queue: str) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from dramatiq.errors import ActorNotFound
+from dramatiq.middleware import Interrupt, SkipMessage
 
 from guard_middleware.core.commands import Ask, Finish, Message, Reply, Status, Take
 from guard_middleware.core.outcome import Outcome
+from guard_middleware.core.verdict import Reason
 from guard_middleware.errors import StoreUnavailable
 from guard_middleware.holdings import new_id
 from guard_middleware.observe import events
@@ -31,6 +34,22 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
+_ASIDE_MS = 1_000
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What a thread has asked for its present message, until that is processed.
+
+    Attributes:
+        thread: the worker thread.
+        lease: id of the lease that it asked for.
+        doubt: a command that may have moved the message, and whose answer has not been acted upon.
+    """
+
+    thread: threading.Thread
+    lease: str
+    doubt: Ask | Finish | None = None
 
 
 class Member:
@@ -42,10 +61,9 @@ class Member:
         self.worker = private.worker_id_of(broker)
         self._dramatiq = worker
         self._lock = threading.Lock()
-        self._busy: set[int] = set()
         self._taken: dict[tuple[str, str], Holding] = {}
         self._to_requeue: list[tuple[str, str]] = []
-        self._asked: dict[int, tuple[threading.Thread, str]] = {}
+        self._turns: dict[int, _Turn] = {}
         self._store = guard.make_store()
         self._parks: bool | None = None if private.namespace_of(broker) is not None else False
         self.heartbeat = guard.new_heartbeat(self, self._store)
@@ -83,7 +101,7 @@ class Member:
 
     def leave(self) -> None:
         """The worker is about to stop: take nothing more, give back what has not begun."""
-        private.pause_consumers(self._dramatiq)
+        private.stop_fetching(self._dramatiq)
         self.heartbeat.leave()
         self._requeue_local()
 
@@ -96,11 +114,7 @@ class Member:
 
     def idle(self) -> int:
         """Worker threads that could run a message now: alive, not busy, and not spoken for by what was fetched."""
-        if self.heartbeat.leaving:
-            return 0
-        with self._lock:
-            threads = private.running_threads(self._dramatiq)
-            return max(0, len(threads - self._busy) - private.waiting_locally(self._dramatiq))
+        return 0 if self.heartbeat.leaving else private.idle_threads(self._dramatiq)
 
     def queues(self) -> tuple[tuple[str, str], ...]:
         """The queues into which messages can be taken now."""
@@ -112,6 +126,9 @@ class Member:
     def deliver(self, takes: Iterable[tuple[Take, Holding | None]]) -> None:
         """Check each message as the consumer would, and give it to the next free thread."""
         for take, holding in takes:
+            consumer = private.consumer_of(self._dramatiq, take.queue[1])
+            if consumer is None or self.heartbeat.leaving:
+                continue  # what has not begun goes back with a beat
             try:
                 proxy = private.decode(take.payload)
             except Exception as exc:  # noqa: BLE001  # an encoder may raise anything
@@ -124,11 +141,9 @@ class Member:
             except ActorNotFound as exc:
                 proxy.fail()
                 proxy.stuff_exception(exc)
-                private.consumer_of(self._dramatiq, take.queue[1]).post_process_message(proxy)
+                consumer.post_process_message(proxy)
                 self._release(holding)
                 continue
-            if private.consumer_of(self._dramatiq, take.queue[1]) is None or self.heartbeat.leaving:
-                continue  # what has not begun goes back with a beat
             if holding is not None:
                 with self._lock:
                     self._taken[take.queue[1], take.message_id] = holding
@@ -138,17 +153,16 @@ class Member:
         """Put back what left by the skip while the store was away, and release for threads that have died."""
         self._requeue_local()
         with self._lock:
-            dead = [ident for ident, (thread, _) in self._asked.items() if not thread.is_alive()]
+            dead = [ident for ident, turn in self._turns.items() if not turn.thread.is_alive()]
         for ident in dead:
             self._let_go_of(ident)
 
     def _let_go_of(self, ident: int) -> None:
         """Release what a thread asked for and did not finish: an interrupt can strike between any two lines (I5)."""
-        with self._lock:
-            _, lease = self._asked.pop(ident, (None, ""))
-        holding = self.heartbeat.holdings.find(lease)
-        if holding is not None:
-            self._release(holding)
+        turn = self._turns.get(ident)
+        if turn is not None:
+            self._release(self.heartbeat.holdings.find(turn.lease))
+            self._turns.pop(ident, None)
 
     def _release(self, holding: Holding | None) -> None:
         if holding is not None:
@@ -158,6 +172,7 @@ class Member:
                 outcome=Outcome.IGNORED,
                 home=holding.home,
                 rank=holding.rank,
+                message=holding.message,
             )
             self.heartbeat.finish_later(finish)
 
@@ -170,11 +185,18 @@ class Member:
             GuardSkip: it was parked, postponed, or is not this worker's any more; or it is to be dead-lettered.
         """
         self._let_go_of(threading.get_ident())
-        with self._lock:
-            self._busy.add(threading.get_ident())
         set_current_delivery(None)
         set_current(None)
         set_message_priority(None)
+        try:
+            self._admit(proxy)
+        except SkipMessage:
+            raise
+        except Exception as exc:  # noqa: BLE001  # I2, I12: Dramatiq would swallow it and run the actor
+            events.error("guard.admission_failed", actor=proxy.actor_name, error=type(exc).__name__)
+            self._leave_aside(proxy)
+
+    def _admit(self, proxy: MessageProxy) -> None:
         try:
             asked = options.read(self.broker, proxy, self.guard)
         except options.InvalidOptions as exc:
@@ -187,7 +209,7 @@ class Member:
         if holding is None:
             self._ask(proxy, asked, new_id(), confirm=False)
             return
-        self._note_asked(holding.lease)
+        self._begin_turn(holding.lease)
         match self.heartbeat.holdings.begin(holding, fresh_s=self.heartbeat.lease_s / 2):
             case True:
                 self._start(proxy, asked, holding, probe=False)
@@ -196,32 +218,31 @@ class Member:
             case None:
                 self._skip(proxy)
 
-    def _note_asked(self, lease: str) -> None:
-        thread = threading.current_thread()
-        with self._lock:
-            self._asked[threading.get_ident()] = (thread, lease)
+    def _begin_turn(self, lease: str) -> _Turn:
+        turn = self._turns[threading.get_ident()] = _Turn(threading.current_thread(), lease)
+        return turn
 
     def _pop_taken(self, proxy: MessageProxy) -> Holding | None:
         with self._lock:
             return self._taken.pop((proxy.queue_name, private.delivery_id_of(proxy)), None)
 
     def _ask(self, proxy: MessageProxy, asked: CallOptions, lease: str, *, confirm: bool) -> None:
-        self._note_asked(lease)
-        reply, holding = self._answer(proxy, asked, lease, confirm=confirm)
+        turn = self._begin_turn(lease)
+        reply, holding = self._answer(proxy, asked, turn, confirm=confirm)
         match reply.status:
             case Status.ADMITTED if holding is not None:
                 self._start(proxy, asked, holding, probe=reply.probe)
+                turn.doubt = None
             case Status.IMPOSSIBLE:
+                turn.doubt = None
                 self._dead_letter(
                     proxy,
                     f"a call of cost {asked.cost} can never be admitted on {asked.model!r}: its ceiling, or the "
                     "budget of its GPU group without the others' floors, is smaller",
                 )
             case Status.REFUSED:
-                low_queue.postpone(self.broker, proxy, reply, stopping=lambda: self.heartbeat.leaving)
-                proxy.options["store_results"] = False
-                proxy.guard_skipped = True  # type: ignore[attr-defined]  # read by the log filter
-                raise private.GuardSkip(reply.reason)
+                turn.doubt = None
+                self._postpone(proxy, reply)
             case _:
                 events.debug(
                     "guard.deferred", endpoint=asked.model, priority=asked.priority.value, reason=reply.reason
@@ -229,34 +250,31 @@ class Member:
                 self._skip(proxy)
 
     def _answer(
-        self, proxy: MessageProxy, asked: CallOptions, lease: str, *, confirm: bool
+        self, proxy: MessageProxy, asked: CallOptions, turn: _Turn, *, confirm: bool
     ) -> tuple[Reply, Holding | None]:
         """Ask until there is an answer (I12), always with the same ids (I11).
 
         A time limit or a shutdown that strikes meanwhile is raised again once it is known what became of the message.
         """
-        struck: BaseException | None = None
+        struck: Interrupt | None = None
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                message = self._whereabouts(proxy)
-                reply, holding = self.heartbeat.admit(self._command(proxy, asked, lease, message, confirm=confirm))
+                turn.doubt = self._command(proxy, asked, turn.lease, confirm=confirm)
+                reply, holding = self.heartbeat.admit(turn.doubt)
             except StoreUnavailable as exc:
                 if struck is not None or self.heartbeat.leaving:
-                    self._leave_aside(proxy, lease)
+                    self._leave_aside(proxy)
                 try:
                     events.debug("guard.store_unavailable", error=str(exc))
                     time.sleep(pause_s)
-                except BaseException as late:  # noqa: BLE001  # interrupts are raised anywhere in this thread
+                except Interrupt as late:  # raised anywhere in this thread
                     struck = late
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            except Exception as exc:  # noqa: BLE001  # I12: an ordinary exception here would let the actor run
-                events.error("guard.admission_failed", endpoint=asked.model, error=type(exc).__name__)
-                self._leave_aside(proxy, lease)
-            except BaseException as exc:
+            except Interrupt as exc:
                 if struck is not None:
-                    self._leave_aside(proxy, lease)
+                    self._leave_aside(proxy)
                 struck = exc
                 continue
             break
@@ -265,9 +283,8 @@ class Member:
             raise struck
         return reply, holding
 
-    def _command(
-        self, proxy: MessageProxy, asked: CallOptions, lease: str, message: Message | None, *, confirm: bool
-    ) -> Ask:
+    def _command(self, proxy: MessageProxy, asked: CallOptions, lease: str, *, confirm: bool) -> Ask:
+        message = self._whereabouts(proxy)
         return Ask(
             process=self.heartbeat.process,
             lease=lease,
@@ -317,13 +334,30 @@ class Member:
         private.void(proxy)
         raise private.GuardSkip
 
-    def _leave_aside(self, proxy: MessageProxy, lease: str) -> NoReturn:
+    def _postpone(self, proxy: MessageProxy, reply: Reply) -> NoReturn:
+        """End this delivery after a copy of its message has been stored, to come back later."""
+        low_queue.postpone(self.broker, proxy, reply, stopping=lambda: self.heartbeat.leaving)
+        private.mark_elsewhere(proxy)
+        raise private.GuardSkip(reply.reason)
+
+    def _leave_aside(self, proxy: MessageProxy) -> NoReturn:
         """End this delivery without an answer of the store; a beat, or the shutdown, puts the message back."""
-        with self._lock:
-            self._to_requeue.append((proxy.queue_name, private.delivery_id_of(proxy)))
-        self.heartbeat.holdings.drop(lease)
-        self.heartbeat.abandon(lease)
+        if not self._set_aside(proxy):
+            self._postpone(proxy, Reply(status=Status.REFUSED, reason=Reason.RECOVERING, retry_after_ms=_ASIDE_MS))
         self._skip(proxy)
+
+    def _set_aside(self, proxy: MessageProxy) -> bool:
+        """Let a beat put the message back. Returns whether this broker can."""
+        turn = self._turns.pop(threading.get_ident(), None)
+        if turn is not None:
+            self.heartbeat.holdings.drop(turn.lease)
+            self.heartbeat.abandon(turn.lease)
+        delivery = private.delivery_id_of(proxy)
+        if delivery:
+            with self._lock:
+                self._to_requeue.append((proxy.queue_name, delivery))
+            private.void(proxy)
+        return bool(delivery)
 
     def _dead_letter(self, proxy: MessageProxy, why: str) -> NoReturn:
         """Give a message that can never run to its broker's dead letters, with a clear reason; nothing starts."""
@@ -336,6 +370,8 @@ class Member:
         with self._lock:
             waiting, self._to_requeue = self._to_requeue, []
         for queue, delivery in waiting:
+            if self.heartbeat.holdings.has_message(queue, delivery):
+                continue  # it had been parked after all, and has come back with a permit
             try:
                 private.requeue(self.broker, queue, [delivery])
             except Exception as exc:  # noqa: BLE001  # the broker's client raises its own errors
@@ -348,44 +384,46 @@ class Member:
     def finish(self, proxy: MessageProxy, finish: Finish, verdict: Classified) -> None:
         """Release a delivery's lease and take for this thread, which is about to be idle.
 
+        An interrupt that strikes meanwhile ends here: the body has ended, so there is nothing left to interrupt.
+
         Raises:
             GuardSkip: the message is somewhere else now.
         """
         if verdict.outcome is Outcome.OVERLOAD:
             events.warning("guard.overload", endpoint=finish.home, error=verdict.reason)
+        turn = self._turns.get(threading.get_ident())
+        if turn is not None:
+            turn.doubt = finish
         reply = self._released(finish)
         if reply is not None and reply.status in (Status.PARKED, Status.STOLEN):
             self._skip(proxy)
+        if turn is not None:
+            turn.doubt = None
 
     def _released(self, finish: Finish) -> Reply | None:
         """Finish until there is an answer; what cannot wait is left to the beats."""
-        struck: BaseException | None = None
+        struck = False
         pause_s = _FIRST_PAUSE_S
-        reply = None
         while True:
             try:
-                reply = self.heartbeat.finish(self._taking(finish))
+                return self.heartbeat.finish(self._taking(finish))
             except StoreUnavailable:
-                if struck is not None or self.heartbeat.leaving:
-                    self.heartbeat.finish_later(finish)
+                if struck or self.heartbeat.leaving:
                     break
                 try:
                     time.sleep(pause_s)
-                except BaseException as late:  # noqa: BLE001  # interrupts are raised anywhere in this thread
-                    struck = late
+                except Interrupt:  # raised anywhere in this thread
+                    struck = True
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                continue
-            except BaseException as exc:  # noqa: BLE001  # the same, or a fault of ours: released all the same
-                if struck is not None or isinstance(exc, Exception):
-                    self.heartbeat.finish_later(finish)
-                    struck = struck or exc
+            except Interrupt:
+                if struck:
                     break
-                struck = exc
-                continue
-            break
-        if struck is not None and not isinstance(struck, Exception):
-            raise struck
-        return reply
+                struck = True
+            except Exception as exc:  # noqa: BLE001  # a fault of ours: released all the same
+                events.error("guard.finish_failed", endpoint=finish.home, error=type(exc).__name__)
+                break
+        self.heartbeat.finish_later(finish)
+        return None
 
     def _taking(self, finish: Finish) -> Finish:
         if self.heartbeat.leaving:
@@ -403,27 +441,42 @@ class Member:
             idle=self.idle(),
         )
 
-    def after(self, proxy: MessageProxy) -> None:
-        """The message is processed or skipped: what the wrapper never began ends here."""
+    def after(self, proxy: MessageProxy, exception: BaseException | None) -> None:
+        """The message is processed or skipped: what the wrapper never began ends here. It can be repeated."""
+        ident = threading.get_ident()
+        turn = self._turns.get(ident)
+        if exception is not None and turn is not None and not private.is_elsewhere(proxy):
+            self._resolve(proxy, turn)
         delivery = current_delivery()
         if delivery is not None:
             delivery.drop()
+            if delivery.outlived:  # its coroutine ends the lease
+                self._turns.pop(ident, None)
             set_current_delivery(None)
             set_current(None)
-            if delivery.outlived:  # its coroutine ends the lease
-                with self._lock:
-                    self._asked.pop(threading.get_ident(), None)
-            else:
-                self._let_go_of(threading.get_ident())
-            return
-        self._let_go_of(threading.get_ident())
-        taken = self._pop_taken(proxy)
-        if taken is not None:
-            self._release(taken)  # another middleware skipped it before the guard saw it
-        elif self.heartbeat.waiting and not self.heartbeat.leaving:
-            self.heartbeat.poke(extra=1)
+        elif turn is None:
+            taken = self._pop_taken(proxy)
+            if taken is not None:  # another middleware skipped it before the guard saw it
+                self._release(taken)
+            elif self.heartbeat.waiting and not self.heartbeat.leaving:
+                self.heartbeat.poke(extra=1)
+        self._let_go_of(ident)
 
-    def acked(self) -> None:
-        """This thread is idle again."""
-        with self._lock:
-            self._busy.discard(threading.get_ident())
+    def _resolve(self, proxy: MessageProxy, turn: _Turn) -> None:
+        """An interrupt struck before an answer was acted upon: find out whether the message is somewhere else now.
+
+        Otherwise Retries would store a copy beside the parked message.
+        """
+        try:
+            if isinstance(turn.doubt, Ask):
+                reply, _ = self.heartbeat.admit(replace(turn.doubt, take=0))
+            elif isinstance(turn.doubt, Finish):
+                reply = self.heartbeat.finish(turn.doubt)
+            else:
+                return
+        except StoreUnavailable:
+            self._set_aside(proxy)
+            return
+        turn.doubt = None
+        if reply.status in (Status.PARKED, Status.GONE, Status.STOLEN):
+            private.void(proxy)

@@ -7,12 +7,12 @@ import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from dramatiq.middleware import Middleware, MiddlewareError
+from dramatiq.middleware import Interrupt, Middleware, MiddlewareError
 
 from guard_middleware.errors import ConfigurationError
 from guard_middleware.guard import Guard
 from guard_middleware.observe import events
-from guard_middleware.queueing import options
+from guard_middleware.queueing import options, private
 from guard_middleware.queueing.decorator import wrap
 from guard_middleware.queueing.member import Member
 
@@ -61,7 +61,10 @@ class GuardMiddleware(Middleware):
             wrap(actor)
 
     def before_enqueue(self, broker: Broker, message: Message[Any], delay: int | None) -> None:
-        """Stamp the priority, once."""
+        """Stamp the priority, once. Of a message that is somewhere else already, no copy is stored."""
+        if private.is_elsewhere(message):
+            msg = "the message waits for its permit already: no copy of it is stored"
+            raise private.Elsewhere(msg)
         options.stamp(broker, message, self.guard)
 
     def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
@@ -89,10 +92,14 @@ class GuardMiddleware(Middleware):
             )
 
         # Joined before any thread of the worker runs: connections and threads are made in its own process.
-        member = Member(self.guard, broker, worker)
-        with _members_lock:
-            _members[broker] = (os.getpid(), member)
-        member.boot()
+        try:
+            member = Member(self.guard, broker, worker)
+            with _members_lock:
+                _members[broker] = (os.getpid(), member)
+            member.boot()
+        except Exception as exc:
+            msg = f"the guard could not start ({type(exc).__name__}), so this worker does not"
+            raise RefusedAtBoot(msg) from exc
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
         """Report the queues, whose consumers exist now."""
@@ -109,24 +116,20 @@ class GuardMiddleware(Middleware):
     def after_process_message(
         self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
     ) -> None:
-        """End what the wrapper never began."""
+        """End what the wrapper never began.
+
+        An interrupt ends here: the body has ended, and out of this hook it would let all hooks run a second time.
+        """
         member = member_of(broker)
         if member is not None:
-            member.after(message)
+            try:
+                member.after(message, exception)
+            except Interrupt:
+                member.after(message, exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         """End what the wrapper never began."""
         self.after_process_message(broker, message)
-
-    def after_ack(self, broker: Broker, message: MessageProxy) -> None:
-        """The thread is idle again."""
-        member = member_of(broker)
-        if member is not None:
-            member.acked()
-
-    def after_nack(self, broker: Broker, message: MessageProxy) -> None:
-        """The thread is idle again."""
-        self.after_ack(broker, message)
 
     def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
         """Take nothing more, and give back what has not begun."""

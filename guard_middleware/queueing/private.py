@@ -14,7 +14,7 @@ from dramatiq import worker as dramatiq_worker
 from dramatiq.broker import MessageProxy
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.message import Message
-from dramatiq.middleware import SkipMessage
+from dramatiq.middleware import MiddlewareError, SkipMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,8 +28,16 @@ SKIPPED = "Message %s was skipped."
 """What the worker logs for each skip, with all of the message's arguments."""
 
 
+ELSEWHERE = "guard_elsewhere"
+"""Marks a proxy whose message is somewhere else: in the waiting line, with another worker, or stored as a copy."""
+
+
 class GuardSkip(SkipMessage):
     """The delivery ends here without an outcome: its message is somewhere else, or is to be dead-lettered."""
+
+
+class Elsewhere(MiddlewareError):
+    """The message is somewhere else already: nothing may store a copy of it."""
 
 
 def on_worker_thread() -> bool:
@@ -61,12 +69,22 @@ def delivery_id_of(proxy: MessageProxy) -> str:
 def void(proxy: MessageProxy) -> None:
     """Make sure that nothing can be done to the message through this proxy any more.
 
-    Its id may come back in another delivery, so no stale proxy may ack, nack or requeue it; and a skipped message has
-    no result.
+    Its id may come back in another delivery, so no stale proxy may ack, nack or requeue it.
     """
+    mark_elsewhere(proxy)
     proxy.options["redis_message_id"] = ""
+
+
+def mark_elsewhere(proxy: MessageProxy) -> None:
+    """Note that the message is somewhere else: this delivery has no result, and leaves no copy behind."""
+    proxy.options[ELSEWHERE] = True
     proxy.options["store_results"] = False
     proxy.guard_skipped = True  # type: ignore[attr-defined]  # read by the log filter
+
+
+def is_elsewhere(message: Message[Any] | MessageProxy) -> bool:
+    """Whether a message was marked so."""
+    return ELSEWHERE in message.options
 
 
 class SkipFilter(logging.Filter):
@@ -98,18 +116,15 @@ def decode(payload: bytes) -> MessageProxy:
     return MessageProxy(Message.decode(payload))
 
 
-def running_threads(worker: Worker) -> set[int]:
-    """Ids of the worker threads that live, run and are not paused."""
-    return {
-        thread.ident
-        for thread in worker.workers
-        if thread.ident is not None and thread.is_alive() and thread.running and not thread.paused
-    }
+def idle_threads(worker: Worker) -> int:
+    """How many worker threads could begin a message now, those that what was fetched will need not counted.
 
-
-def waiting_locally(worker: Worker) -> int:
-    """How many messages the process has fetched and not begun."""
-    return worker.work_queue.qsize()
+    A task is unfinished from the moment it is put into the work queue until its message has been acked. A thread that
+    died has left its task unfinished for good.
+    """
+    able = sum(thread.is_alive() and thread.running and not thread.paused for thread in worker.workers)
+    died = sum(not thread.is_alive() for thread in worker.workers)
+    return max(0, able - max(0, worker.work_queue.unfinished_tasks - died))
 
 
 def push(worker: Worker, proxy: MessageProxy) -> None:
@@ -133,11 +148,18 @@ def consumer_of(worker: Worker, queue: str) -> Any:  # noqa: ANN401  # a private
     return worker.consumers.get(queue)
 
 
-def pause_consumers(worker: Worker) -> None:
-    """Fetch no more messages. The delay queues' consumers go on, so that Dramatiq's heartbeat does."""
+def stop_fetching(worker: Worker) -> None:
+    """Fetch no more messages. The delay queues' consumers go on, so that Dramatiq's heartbeat does.
+
+    A consumer that was paused would sleep for three seconds before it noticed that the worker stops; one that may
+    prefetch nothing goes on polling.
+    """
     for name, thread in list(worker.consumers.items()):
-        if not name.endswith(".DQ"):
-            thread.pause()
+        if isinstance(thread.broker, RedisBroker) and not name.endswith(".DQ"):
+            thread.prefetch = 0
+            consumer: Any = thread.consumer
+            if consumer is not None:
+                consumer.prefetch = 0
 
 
 def requeue(broker: Broker, queue: str, ids: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from guard_middleware.core.commands import Reply, Status, Take
+from guard_middleware.core.commands import EndpointSnapshot, Reply, Snapshot, Status, Take
 from guard_middleware.errors import StoreUnavailable
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _decode_with_lists(raw: list[Any]) -> Reply:
         generation=fixed.generation,
         probe=fixed.probe,
         expires_at_ms=fixed.expires_at_ms,
-        takes=tuple(_take(*takes[first : first + _TAKE]) for first in range(0, len(takes), _TAKE)),
+        takes=tuple(_take(takes[first : first + _TAKE]) for first in range(0, len(takes), _TAKE)),
         next_ms=fixed.next_ms,
         waiting=fixed.waiting,
         epoch=fixed.epoch,
@@ -225,20 +225,8 @@ def _decode_with_lists(raw: list[Any]) -> Reply:
     )
 
 
-def _take(
-    lease: bytes,
-    endpoint: bytes,
-    home: bytes,
-    generation: int,
-    probe: int,
-    expires_at_ms: int,
-    rank: int,
-    cost: int,
-    namespace: bytes,
-    queue: bytes,
-    message_id: bytes,
-    payload: bytes,
-) -> Take:
+def _take(values: list[Any]) -> Take:
+    lease, endpoint, home, generation, probe, expires_at_ms, rank, cost, namespace, queue, message_id, payload = values
     return Take(
         lease=lease.decode(),
         endpoint=endpoint.decode(),
@@ -251,4 +239,72 @@ def _take(
         queue=(namespace.decode(), queue.decode()),
         message_id=message_id.decode(),
         payload=payload,
+    )
+
+
+_ROW = 13
+
+
+def encode_snapshot() -> Call:
+    """Read everything."""
+    return Call("snapshot", (), [])
+
+
+def decode_snapshot(raw: Any) -> Snapshot:
+    """Read the reply of `snapshot`.
+
+    Raises:
+        StoreUnavailable: if it is not such a reply.
+    """
+    try:
+        _, at_ms, endpoints, groups, leases, processes, lines = raw
+        return Snapshot(
+            at_ms=at_ms,
+            endpoints={one.id: one for one in map(_endpoint, endpoints)},
+            groups={group.decode(): (units, budget) for group, units, budget in groups},
+            leases={
+                lease.decode(): (endpoint.decode(), cost, process.decode()) for lease, endpoint, cost, process in leases
+            },
+            processes={process.decode(): idle for process, idle in processes},
+            lines={
+                (endpoint.decode(), namespace.decode(), queue.decode()): tuple(waiter.decode() for waiter in waiters)
+                for endpoint, namespace, queue, *waiters in lines
+            },
+        )
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as exc:
+        msg = f"the store's snapshot cannot be read ({type(exc).__name__}): is something else answering on its address?"
+        raise StoreUnavailable(msg) from exc
+
+
+def _endpoint(row: list[Any]) -> EndpointSnapshot:
+    (
+        endpoint,
+        ceiling,
+        limit,
+        in_flight,
+        breaker,
+        open_for_ms,
+        generation,
+        trips,
+        ramp,
+        probe,
+        paused,
+        group,
+        mean_ms,
+    ) = row[:_ROW]
+    return EndpointSnapshot(
+        id=endpoint.decode(),
+        ceiling=ceiling,
+        limit=limit,
+        in_flight=in_flight,
+        waiting=dict(zip(row[_ROW::2], row[_ROW + 1 :: 2], strict=True)),
+        breaker=breaker.decode(),
+        open_for_ms=open_for_ms,
+        generation=generation,
+        trips=trips,
+        ramp=ramp,
+        probe=probe.decode(),
+        paused=paused == 1,
+        group=group.decode(),
+        mean_ms=mean_ms,
     )

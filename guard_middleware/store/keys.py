@@ -39,7 +39,7 @@ def lease(root: str, lease: str) -> str:
 
 
 def units(root: str, endpoint: str) -> str:
-    """ZSET lease -> expires_at_ms: what is in flight. A lease of cost n has n members, ``lease``, ``lease US 2``, ..."""
+    """ZSET lease -> expires_at_ms: what is in flight. At cost n there are n members, ``lease``, ``lease US 2``, ..."""
     return f"{root}units:{endpoint}"
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 HEALTH_CHECK_S = 30
 NONCE_S = 60
+MOST_CONNECTIONS = 100_000
+"""One for each thread that asks at the same time; their number is not ours to bound."""
 OLDEST_SERVER = 7
 
 _DROPPING = (ReadOnlyError, BusyLoadingError)
@@ -84,6 +86,7 @@ class RedisStore:
                 health_check_interval=HEALTH_CHECK_S,
                 retry=Retry(NoBackoff(), 0),
                 decode_responses=False,
+                max_connections=MOST_CONNECTIONS,
             )
         except ValueError:
             msg = "the store's URL must begin with redis://, rediss:// or unix:// and end with a database number"
@@ -126,7 +129,7 @@ class RedisStore:
 
     def snapshot(self) -> Snapshot:
         """Read everything, change nothing."""
-        return codec.decode_snapshot(self._run(codec.Call("snapshot", (), [])))
+        return codec.decode_snapshot(self._run(codec.encode_snapshot()))
 
     def close(self) -> None:
         """Give up the connections. The store can be used again, and then connects anew."""
@@ -262,7 +265,7 @@ class Wakeups:
 
     def __init__(self, client: redis.Redis, channel: str) -> None:
         """Subscribe, and return when the server has confirmed it: from then on nothing is missed."""
-        self._pubsub = client.pubsub(ignore_subscribe_messages=False)
+        self._pubsub = client.pubsub()  # type: ignore[no-untyped-call]  # the library leaves it untyped
         try:
             self._pubsub.subscribe(channel)
             self._next(timeout_s=client.connection_pool.connection_kwargs.get("socket_timeout") or 5.0)
@@ -302,7 +305,7 @@ class Wakeups:
     def close(self) -> None:
         """Give up the connection."""
         with suppress(RedisError, OSError):
-            self._pubsub.close()  # type: ignore[no-untyped-call]  # the library leaves it untyped
+            self._pubsub.close()
 
 
 def client_sees_nonce(client: redis.Redis, namespace: str, nonce: str) -> bool:

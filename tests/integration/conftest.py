@@ -18,3 +18,13 @@ def deploy(redis_url, tmp_path):
             return stack.enter_context(Deployment(redis_url, tmp_path, **options))
 
         yield make
+
+
+@pytest.fixture
+def measured(request):
+    """Keep a measured figure with the test's result; it stands in the report of ``--junitxml``."""
+
+    def keep(name, value):
+        request.node.user_properties.append((name, value))
+
+    return keep

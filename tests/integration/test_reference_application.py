@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import redis
 from dramatiq import Message
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.results.backends import RedisBackend
@@ -31,7 +32,7 @@ class Application:
     def __init__(self, redis_url, environment):
         self.environment = environment
         self.broker = RedisBroker(url=redis_url, middleware=[])
-        self.results = RedisBackend(url=redis_url)
+        self.results = RedisBackend(client=redis.Redis.from_url(redis_url, socket_timeout=30))
 
     def send(self, actor, *args, **options):
         message = Message(queue_name=QUEUES[actor], actor_name=actor, args=args, kwargs={}, options=options)

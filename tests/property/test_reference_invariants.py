@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import hypothesis
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from guard_middleware.core.breaker import Breaker
 from guard_middleware.core.commands import Action, Operate, ParkAs, Status
 from guard_middleware.core.outcome import Outcome
 from guard_middleware.core.reference import Reference
+from guard_middleware.core.state import Process
 from guard_middleware.core.values import Rules
 from guard_middleware.core.verdict import Admit
 from tests.unit.builders import NAMESPACE, World, spec
@@ -240,11 +240,26 @@ def configurations():
 
 
 def tidy(reference):
-    """State and broker without the empty containers that reading leaves behind."""
-    broker = copy.deepcopy(reference.broker)
-    broker.acks = {key: ids for key, ids in broker.acks.items() if ids}
-    broker.queues = {key: ids for key, ids in broker.queues.items() if ids}
-    return copy.deepcopy(reference.state), broker
+    """A copy of all state: without empty containers, which reading may leave, and gaps in the order of places."""
+
+    def copied(value):
+        return replace(value) if isinstance(value, Process) else type(value)(value) if value else None
+
+    kept = {}
+    for part in (reference.state, reference.broker):
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if isinstance(value, dict):
+                one = {key: copied(each) if isinstance(each, (Process, dict, set, list)) else each for key, each in value.items()}
+                kept[field.name] = {key: each for key, each in one.items() if each is not None}
+            elif field.name != "places":
+                kept[field.name] = copied(value) if isinstance(value, set) else value
+    return kept
+
+
+def without_advice(reply):
+    """What a reply says of this command, without whom it woke and whether this process could run a waiter."""
+    return replace(reply, woken=(), waiting=0)
 
 
 class Commands(RuleBasedStateMachine):
@@ -271,23 +286,15 @@ class Commands(RuleBasedStateMachine):
     def running(self):
         return [call for name in self.alive for call in self.world.workers[name].calls.values()]
 
-    def repeatable(self, verb, command):
-        """I11: carry a command out, then twice more: the same answer, the same state."""
-        carry_out = getattr(self.world.rule, verb)
-        carry_out(command, self.world.now)
-        once = tidy(self.world.rule)
-        reply = carry_out(command, self.world.now)
-        assert tidy(self.world.rule) == once
-        assert replace(carry_out(command, self.world.now), woken=()) == replace(reply, woken=())
-        assert tidy(self.world.rule) == once
-
     def twice(self, verb, command, again):
         """Carry a command out ahead of the world, which then repeats it as a client whose reply was lost."""
         if again:
             first = getattr(self.world.rule, verb)(command, self.world.now)
+            if not all(take.lease for take in first.takes):
+                return  # what is handed over without a permit is handed over once
             before = tidy(self.world.rule)
             repeated = getattr(self.world.rule, verb)(command, self.world.now)
-            assert replace(repeated, woken=()) == replace(first, woken=()), "I11: another answer"
+            assert without_advice(repeated) == without_advice(first), ("I11: another answer", repeated, first)
             assert tidy(self.world.rule) == before, "I11: another state"
 
     def ask(self, ask, again):
@@ -518,7 +525,7 @@ class Commands(RuleBasedStateMachine):
             found.update(ids)
         for line, waiters in state.lines.items():
             if line[1]:
-                found.update(waiters)
+                found.update(list(waiters))
         found.update(waiter for line, waiter in state.held_back if line[1])
         return found
 
@@ -585,6 +592,7 @@ def test_any_commands_keep_the_invariants():
             max_examples=120,
             stateful_step_count=40,
             deadline=None,
+            report_multiple_bugs=False,
             suppress_health_check=list(hypothesis.HealthCheck),
         ),
     )

@@ -1,6 +1,7 @@
 """The application under test for breakers: `tests.support.app`, with what goes wrong on the caller's side.
 
-Each request is written down before it leaves, with the process that makes it: a closed port counts nothing.
+Each request is written down before it leaves, with the process that makes it: a closed port counts nothing. Each
+tells the server the breaker's generation in which it was let in, so that its log tells a burst's stragglers from probes.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import httpx
+import redis
 from dramatiq import Middleware
 from dramatiq.middleware import CurrentMessage, SkipMessage
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from guard_middleware import GuardMiddleware, GuardSettings, current_permit, guarded
+from guard_middleware.queueing.delivery import current_delivery
 
 if "APP_PROBE_DEADLINE_MS" in os.environ:  # a constant of the rule, that no test should have to wait for
     _rules = GuardSettings.rules
     GuardSettings.rules = lambda self: replace(_rules(self), probe_deadline_ms=int(os.environ["APP_PROBE_DEADLINE_MS"]))
 
-from tests.support import app  # noqa: E402  # its guard publishes the rules
+from tests.support import app  # its guard publishes the rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,13 +35,24 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 CLOSED_PORT = 1
 
 
+def generation() -> str:
+    """The breaker's generation in which this call was let in, for the server's log: whose failure it is."""
+    delivery = current_delivery()
+    return "" if delivery is None else str(delivery.holding.generation)
+
+
 def note_attempt(request: httpx.Request) -> None:
-    """Write down that a request is about to leave."""
-    entry = {"id": request.headers["x-message-id"], "at": time.time(), "pid": os.getpid()}
+    """Write down that a request is about to leave, and let the server know its generation."""
+    request.headers["x-priority"] = generation()
+    entry = {"id": request.headers["x-message-id"], "at": time.time(), "pid": os.getpid(), "generation": generation()}
     app.record.rpush(f"{app.NAMESPACE}:attempts", json.dumps(entry))
 
 
 app._http.event_hooks = {"request": [note_attempt]}
+# What ran is written down in the store that a test may take away: here the truth waits for it.
+app.record = redis.Redis.from_url(
+    app.URL, retry=Retry(ConstantBackoff(0.05), 400), retry_on_error=[redis.ConnectionError]
+)
 
 
 class Dropper(Middleware):
@@ -45,7 +61,7 @@ class Dropper(Middleware):
     def before_process_message(self, broker, message):
         if "guard_model" in broker.get_actor(message.actor_name).options and app.record.getdel(f"{app.NAMESPACE}:drop"):
             app.record.rpush(f"{app.NAMESPACE}:dropped", message.message_id)
-            raise SkipMessage("dropped")
+            raise SkipMessage
 
 
 app.broker.add_middleware(Dropper(), after=GuardMiddleware)
@@ -171,5 +187,6 @@ def ask_with(client: str, trouble: str = "", times: int = 0) -> None:
         if trouble == "pool":
             pool_is_full(base_url)
         base_url = where(trouble, base_url)
-    CLIENTS[client](base_url, endpoint.model, {"x-message-id": message.message_id})
+    headers = {"x-message-id": message.message_id, "x-priority": generation()}
+    CLIENTS[client](base_url, endpoint.model, headers)
     app.done("ask_with")

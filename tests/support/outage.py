@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+from guard_middleware.testing.model_server import FakeEndpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,6 +24,8 @@ SLACK_S = 0.005
 PROMPT_S = 1.0
 """How late the first call after a pause may come, on a machine that is busy with other things. A pause whose end nobody
 noticed lasts until the next heartbeat, which is further away in these tests."""
+START_S = 90
+"""How long worker processes may take to start on such a machine."""
 CALM = {"GUARD_HEARTBEAT_S": "4", "GUARD_LEASE_S": "15"}
 """Heartbeats too far apart to hide that a pause's end was not noticed."""
 
@@ -29,12 +35,23 @@ def cooldowns(base_s: float, most_s: float) -> dict[str, str]:
     return {**CALM, "MODEL_BREAKER_BASE_COOLDOWN_S": str(base_s), "MODEL_BREAKER_MAX_COOLDOWN_S": str(most_s)}
 
 
+def serving(*names: str, ceiling: int, **endpoint: Any) -> dict[str, Any]:
+    """A deployment's endpoints and models: these, alike, and those that the application's other actors name."""
+    others = [name for name in ("chat", "embed") if name not in names]
+    return {
+        "endpoints": [*(FakeEndpoint(name=name, **endpoint) for name in names), *map(_idle, others)],
+        "models": {**{name: {"max_concurrent_requests": ceiling} for name in names}, **{name: {} for name in others}},
+    }
+
+
+def _idle(name: str) -> FakeEndpoint:
+    return FakeEndpoint(name=name)
+
+
 def start_groups(deployment: Deployment, count: int, *, processes: int = 1, threads: int = 4) -> list[WorkerGroup]:
     """Start worker groups side by side, and wait until all are ready."""
-    groups = [
-        deployment.start(processes=processes, threads=threads, wait=False, module=APP) for _ in range(count)
-    ]
-    return [group.wait_ready(processes) for group in groups]
+    groups = [deployment.start(processes=processes, threads=threads, wait=False, module=APP) for _ in range(count)]
+    return [group.wait_ready(processes, START_S) for group in groups]
 
 
 def calls_of(server: ModelServer, endpoint: str = "chat") -> list[Request]:
@@ -63,36 +80,51 @@ def looking_at(deployment: Deployment, endpoint: str = "chat") -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """One incident as the server saw it.
+    """One incident as the server saw it. Which call belongs where is told by the generation that it was let in under.
 
     Attributes:
+        tripped_at: when the failure that tripped the breaker ended at the server; the store knew a little later.
         burst: what was let in before the breaker tripped.
-        probes: what came between the trip and the close, the call that closed it included.
-        after: what came after the close.
+        probes: what was let in between the trip and the close, the call that closed it included.
+        after: what was let in after the close.
     """
 
+    tripped_at: float
     burst: tuple[Request, ...]
     probes: tuple[Request, ...]
     after: tuple[Request, ...]
 
     def pauses(self) -> list[float]:
-        """Seconds from the end of each failure to the next call's start: first from the one that tripped."""
-        ends = [min(one.t_end for one in self.burst if one.status != 200), *(one.t_end for one in self.probes)]
+        """Seconds from the trip to the first probe, and from the end of each probe to the next one's start."""
+        ends = [self.tripped_at, *(one.t_end for one in self.probes)]
         return [round(probe.t_start - end, 4) for end, probe in zip(ends, self.probes, strict=False)]
 
 
-def outage_in(calls: Sequence[Request], *, base_s: float) -> Outage:
-    """Split the calls of one incident: what came within half a first cooldown of the first failure was no probe.
+def generation_of(call: Request) -> int:
+    """The breaker's generation in which a call was let in, as the worker told the server."""
+    return int(call.priority)
+
+
+def outage_in(calls: Sequence[Request], *, threshold: int = 1) -> Outage:
+    """Split the calls of one incident.
 
     Args:
-        calls: of one endpoint, in order of their starts, from the incident's first one.
-        base_s: the first cooldown.
+        calls: of one endpoint, in order of their starts, from the incident's first one to its close and further.
+        threshold: how many failures trip the breaker.
     """
-    first_end = min(one.t_end for one in calls if one.status != 200)
-    burst = [one for one in calls if one.t_start < first_end + base_s / 2]
-    rest = list(calls[len(burst) :])
-    closed = next((index for index, one in enumerate(rest) if one.status == 200), len(rest) - 1)
-    return Outage(tuple(burst), tuple(rest[: closed + 1]), tuple(rest[closed + 1 :]))
+    first = min(map(generation_of, calls))
+    burst = [one for one in calls if generation_of(one) == first]
+    tripped_at = sorted(one.t_end for one in burst if one.status != HTTPStatus.OK)[threshold - 1]
+    rest = [one for one in calls if generation_of(one) != first]
+    closed_by = min(generation_of(one) for one in rest if one.status == HTTPStatus.OK)
+    probes = [one for one in rest if generation_of(one) <= closed_by]
+    after = [one for one in rest if generation_of(one) > closed_by]
+    return Outage(tripped_at, tuple(burst), tuple(probes), tuple(after))
+
+
+def series(base_s: float, most_s: float, count: int) -> list[float]:
+    """The first so many cooldowns."""
+    return [min(base_s * 2**trips, most_s) for trips in range(count)]
 
 
 def check_pauses(pauses: Sequence[float], expected: Sequence[float]) -> None:
@@ -104,7 +136,7 @@ def check_pauses(pauses: Sequence[float], expected: Sequence[float]) -> None:
 
 def check_one_at_a_time(probes: Sequence[Request]) -> None:
     """No probe began before the one before it had ended."""
-    for earlier, later in zip(probes, probes[1:], strict=False):
+    for earlier, later in pairwise(probes):
         assert later.t_start >= earlier.t_end - SLACK_S, (earlier, later)
 
 
@@ -112,5 +144,5 @@ def check_ramp(after: Sequence[Request]) -> None:
     """After the close one call was let in, and one more for each that came back well: no wave."""
     for call in after:
         open_then = sum(one.t_start <= call.t_start < one.t_end for one in after)
-        well_then = sum(one.t_end <= call.t_start and one.status == 200 for one in after)
+        well_then = sum(one.t_end <= call.t_start and one.status == HTTPStatus.OK for one in after)
         assert open_then <= 1 + well_then, (call, open_then, well_then)

@@ -335,6 +335,13 @@ def test_count_of_a_model_takes_digits_and_null(field: str) -> None:
     assert getattr(EndpointConfig(**{"id": "a", field: None}), field) is None
 
 
+def test_null_is_the_same_as_leaving_out() -> None:
+    """Every field but the id may be null, from JSON and from Python."""
+    fields = {"id": "a"} | dict.fromkeys(set(EndpointConfig.model_fields) - {"id"})
+    assert EndpointConfig(**fields) == EndpointConfig(id="a")
+    assert GuardSettings(models=json.dumps([fields])).models == (EndpointConfig(id="a"),)
+
+
 def test_zero_of_a_model_has_one_meaning() -> None:
     """No reserve is a reserve of 0; no capacity is refused."""
     assert EndpointConfig(id="a", reserve=0).reserve == 0

@@ -69,13 +69,14 @@ def test_api_url_has_one_version_and_single_slashes(host: str, base: str, path: 
     """Whatever the path of the base, /v1 ends it once."""
     url = api_url(f"http://{host}{base}", path)
     assert "//" not in url.partition("://")[2]
-    assert not url.removesuffix("/models").endswith("/v1/v1")
+    assert not urlsplit(url).path.removesuffix("/models").endswith("/v1/v1")
     assert url.endswith("/models" if "models" in path else "/v1")
 
 
 def test_api_url_keeps_another_version_and_the_credentials() -> None:
     """A base that ends in /v4 is the interface of that version; a request needs the credentials."""
     assert api_url("https://u:p@h/paas/v4/", "/v1/embeddings") == "https://u:p@h/paas/v4/embeddings"
+    assert api_url("http://v2", "/v1/embeddings") == "http://v2/v1/embeddings"
 
 
 def test_server_url_lies_beside_the_version() -> None:
@@ -184,7 +185,7 @@ def test_redact_never_shows_a_password(junk: str, host: str, path: str) -> None:
 
 
 @given(st.text())
-def test_redact_takes_any_text_and_loses_none_twice(text: str) -> None:
+def test_redact_takes_any_text(text: str) -> None:
     """It never raises, and what was made safe stays as it is."""
     safe = redact_url(text)
     assert redact_url(safe).replace("?***", "") == safe.replace("?***", "") or safe == "***"

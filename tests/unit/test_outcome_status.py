@@ -94,6 +94,12 @@ def test_status_5xx_with_overload_text_is_overload(status, body):
     assert classify_status(status, body_text=body.encode()) == expected
 
 
+@pytest.mark.parametrize("status", sorted(OVERLOADS))
+def test_status_of_overload_needs_no_text(status):
+    """Where the status says enough, the text adds nothing, not even to the reason."""
+    assert classify_status(status, body_text="busy") == classify_status(status)
+
+
 @pytest.mark.parametrize("words", OVERLOAD_WORDS)
 def test_each_overload_text_is_found_in_every_spelling(words):
     """Each entry of the list works, in any case and with any usual separator."""

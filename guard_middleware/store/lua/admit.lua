@@ -37,7 +37,7 @@ do
   local rank, cost, idle = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[8])
   local namespace, queue, message, worker = KEYS[2], ARGV[11], ARGV[12], ARGV[13]
   prefetch({
-    "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "places", "idle:" .. process,
+    "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "places", "away", "idle:" .. process,
     HOLD .. process, "spec:" .. endpoint, "breaker:" .. endpoint, "override:" .. endpoint, "paused:" .. endpoint,
   })
   rules = record("rules")
@@ -95,6 +95,9 @@ local function admitted(lease, probe, expires_at_ms)
   })
 end
 
+-- The idle threads of the process once the one that asked is free again, too.
+local idle_parked = idle >= 0 and idle + take or tonumber(fact("idle:" .. process))
+
 -- Step 1: a repeated command, or a lease that came with a take and is to be confirmed.
 local lease, tombstone = lease_of(lease_id)
 if lease then
@@ -105,7 +108,7 @@ if lease then
   end
   end_lease(lease_id, lease)
 elseif tombstone then
-  return answer_again(tombstone, process)
+  return answer_again(tombstone, process, idle_parked)
 end
 
 -- Step 2: whoever has the message now, this worker does not.
@@ -150,16 +153,24 @@ if chosen then
   local expires_at_ms = grant(lease_id, fresh, generation)
   return admitted(fresh, probe, expires_at_ms)
 end
-if reason == "too_costly" then return answer(IMPOSSIBLE, process, reason, 0) end
+if reason == "too_costly" then
+  if known then
+    lines().leave(line, waiter, parked)
+    lines().forget(line, waiter)
+  end
+  return answer(IMPOSSIBLE, process, reason, 0)
+end
 
 -- Step 4: park, and take for the thread that just became free; or wait; or refuse.
 if message then
   call("SREM", acks, message)
   lines().enter(line, waiter, parked)
+  set_fact("idle:" .. process, idle_parked)
   local serving = serve(process, take, lease_id)
   bury(lease_id, PARKED, reason, retry_after_ms, serving.taken)
   return answer(PARKED, process, reason, retry_after_ms, serving)
 end
+if reason == "queue_ahead" then freed = true end   -- I9: somebody could go, and now has to hear of it
 if flags:find("w", 1, true) then
   if not lines().stands(line, waiter) then lines().enter(line, waiter, parked) end
   return answer(WAITING, process, reason, retry_after_ms)
@@ -169,5 +180,6 @@ if flags:find("s", 1, true) then
   local slot = min(max(now, tonumber(fact(slots) or 0)) + step_ms(endpoint), now + LONGEST_SLOT_MS)
   set_fact(slots, slot)
   retry_after_ms = max(retry_after_ms, slot - now)
+  bury(lease_id, REFUSED, reason, retry_after_ms)    -- I11: one slot per message
 end
 return answer(REFUSED, process, reason, retry_after_ms)

@@ -30,8 +30,9 @@
 --- @include "waiting"
 --- @include "serve"
 --- @include "reply"
+--- @include "held"
 
-local GONE, UNCONFIGURED, DONE = 4, 8, 9
+local UNCONFIGURED, DONE = 8, 9
 local DRAIN_BATCH = 500
 
 local process, beat_id, worker = ARGV[2], ARGV[3], ARGV[6]
@@ -52,22 +53,16 @@ prefetch({
   "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "deadlines", "idle:" .. process,
   HOLD .. process,
 })
-begin(process, tonumber(ARGV[5]))
+local leaving = ARGV[7] == "1"
+begin(process, leaving and 0 or tonumber(ARGV[5]))
 
 if not fact("epoch") or not fact("idle:" .. process) then return answer(UNCONFIGURED, process, "", 0) end
-
-local function give_back(id)
-  local lease = lease_of(id)
-  if not lease then return end
-  end_lease(id, lease, true)
-  lines().put_back(lease)
-  bury(id, GONE, "", 0)
-end
 
 -- Count a call that still runs. Returns false if somebody else has its message.
 local function assert_again(id, held)
   local lease, tombstone = lease_of(id)
-  if lease or tombstone then return true end
+  if lease then return lease.message ~= nil or held.message == nil end
+  if tombstone then return true end
   local mine = true
   if held.message then
     local line = lines().name(held.home, held.namespace, held.queue)
@@ -89,14 +84,18 @@ for _ = 1, tonumber(text()) do
   queues[namespace .. "\31" .. queue] = 1
 end
 local packed = call("HGET", root .. "processes", process)
-local had = packed and decode(packed).queues or {}
-for full in pairs(had) do
+local known = packed and decode(packed) or { queues = {}, beat = "", beaten_at_ms = 0, before_ms = 0 }
+for full in pairs(known.queues) do
   if not queues[full] then call("SREM", consumers_key(full), process) end
 end
 for full in pairs(queues) do
-  if not had[full] then call("SADD", consumers_key(full), process) end
+  if not known.queues[full] then call("SADD", consumers_key(full), process) end
 end
-call("HSET", root .. "processes", process, pack({ worker = worker, queues = queues }))
+known.queues, known.worker = queues, worker
+if known.beat ~= beat_id then
+  known.beat, known.before_ms, known.beaten_at_ms = beat_id, known.beaten_at_ms, now
+end
+call("HSET", root .. "processes", process, pack(known))
 call("ZADD", root .. "alive", now + rules.lease_ms, process)
 due_at(now + rules.lease_ms)
 
@@ -119,32 +118,36 @@ end
 for _, id in ipairs(leases) do
   named[id] = true
   local lease = lease_of(id)
-  if lease then set_expiry(id, lease, now + rules.lease_ms) else lost[#lost + 1] = id end
+  if lease and expiry_of(id, lease) > now then
+    set_expiry(id, lease, now + rules.lease_ms)
+  else
+    lost[#lost + 1] = id
+  end
 end
 for _, id in ipairs(unbegun) do give_back(id) end
 
--- A lost reply strands nothing: what this process does not know of goes back.
+-- A lost reply strands nothing: what this process does not know of goes back, unless it may be younger than the list.
 local again = {}
-for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
-  for _, id in ipairs(call("ZRANGE", UNITS .. endpoint, 0, -1)) do
-    local via = id:match("^[^:]*")
-    local again_taken = via == beat_id and via ~= id
-    if not id:find("\31", 1, true) and (again_taken or not (named[id] or explained[via])) then
-      local lease = lease_of(id)
-      if lease and lease.process == process and not lease.hold then
-        if again_taken then again[#again + 1] = id else give_back(id) end
-      end
-    end
+for _, id in ipairs(leases_of(process)) do
+  local lease = lease_of(id)
+  local said = named[id] or explained[id] or (lease.via and explained[lease.via])
+  if not said and lease.started_at_ms < known.before_ms then
+    give_back(id)
+  elseif lease.via == beat_id then
+    again[#again + 1] = id
   end
 end
-table.sort(again, before)
 
-local want = ARGV[7] == "1" and 0 or max(0, tonumber(ARGV[4]))
+local want = leaving and 0 or max(0, tonumber(ARGV[4]))
 local repeated = takes_again(again)
 if #repeated > 0 then
+  set_fact("idle:" .. process, max(0, tonumber(fact("idle:" .. process)) - #repeated / TAKE))
   want = 0
 elseif want > 0 then
-  for _, line in ipairs(lines().all()) do
+  local standing = {}
+  for index, line in ipairs(lines().all()) do standing[index] = line end
+  table.sort(standing, before)
+  for _, line in ipairs(standing) do        -- nobody names their endpoints any more
     local parts = lines().parts(line)
     if queues[parts.full] and not spec_of(parts.endpoint) then lines().drain(parts.full, DRAIN_BATCH, line) end
   end

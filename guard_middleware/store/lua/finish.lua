@@ -37,7 +37,7 @@ end
 do
   local process, lease_id, outcome, home, idle = ARGV[2], ARGV[3], ARGV[4], ARGV[6], tonumber(ARGV[9])
   prefetch({
-    "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "deadlines", "idle:" .. process,
+    "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "deadlines", "away", "idle:" .. process,
     HOLD .. process, "spec:" .. home, "breaker:" .. home, "mean:" .. home,
   })
   rules = record("rules")
@@ -46,9 +46,12 @@ do
     and outcome ~= "overload" and ARGV[7] == "" then
     local lease = lease_of(lease_id)
     local breaker = lease and record("breaker:" .. lease.endpoint)
-    if lease and (not breaker or (breaker.open_until_ms == 0 and breaker.fails == 0 and breaker.ramp == -1)) then
+    local message, queue = ARGV[11], ARGV[10]
+    if lease and (not message or (lease.message
+      and call("SISMEMBER", KEYS[2] .. ":__acks__." .. ARGV[12] .. "." .. queue, message) == 1))
+      and (not breaker or (breaker.open_until_ms == 0 and breaker.fails == 0 and breaker.ramp == -1)) then
       end_lease(lease_id, lease, true)
-      if ARGV[11] then call("HDEL", root .. "parked:" .. home .. "\31" .. KEYS[2] .. "\31" .. ARGV[10], ARGV[11]) end
+      if message then call("HDEL", root .. "parked:" .. home .. "\31" .. KEYS[2] .. "\31" .. queue, message) end
       if outcome == "success" then smooth(lease) end
       bury(lease_id, 5, "", 0)
       set_fact("last_run", now)
@@ -79,7 +82,7 @@ local namespace, queue, message, worker = KEYS[2], ARGV[10], ARGV[11], ARGV[12]
 
 begin(process, tonumber(ARGV[9]))
 local lease, tombstone = lease_of(lease_id)
-if tombstone then return answer_again(tombstone, process) end
+if tombstone then return answer_again(tombstone, process, tonumber(ARGV[9])) end
 
 -- Count the outcome. Returns whether it counts against the message.
 local function count()
@@ -87,7 +90,7 @@ local function count()
   local spec = spec_of(endpoint)
   if not spec then return false end
   if outcome == "success" then smooth(lease) end
-  return settle(endpoint, spec, outcome, lease_id, lease, tonumber(ARGV[5]), ceiling_of(endpoint, spec), rules)
+  return settle(endpoint, spec, outcome, lease_id, lease, tonumber(ARGV[5]), ceiling_of(endpoint, spec))
 end
 
 -- Put the message back into its line, if its outcome and its record allow it. Returns whether it did.
@@ -120,13 +123,17 @@ local function park_again(counted)
   return true
 end
 
-local status, reason = FINISHED, ""
+local status, reason, counted = FINISHED, "", false
 if lease then
   end_lease(lease_id, lease, true)
-  local counted = count()
-  if message and park ~= "" and park_again(counted) then status, reason = PARKED, park end
-elseif message and not lines().withdraw(lines().name(home, namespace, queue), message, worker) then
-  status = STOLEN
+  counted = count()
+end
+if message and (not lease or not lease.message
+  or call("SISMEMBER", lines().ack_set(namespace, worker, queue), message) == 0) then
+  -- The lease ran out, or the broker took the worker for dead: perhaps somebody else has the message.
+  if not lines().withdraw(lines().name(home, namespace, queue), message, worker) then status = STOLEN end
+elseif message and park ~= "" and park_again(counted) then
+  status, reason = PARKED, park
 end
 if message and status == FINISHED then lines().forget(lines().name(home, namespace, queue), message) end
 

@@ -18,6 +18,7 @@ from guard_middleware.testing.model_server.config import ServerConfig
 from guard_middleware.testing.model_server.server import FakeServer
 
 _LOOK_AT_PARENT_EVERY_S = 0.5
+_CONNECTIONS = 65_536
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,14 +46,21 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if options.max_seconds is not None:
         config = config.model_copy(update={"max_seconds": options.max_seconds})
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _allow_connections()
     try:
         asyncio.run(_serve(config, until_stdin_ends=options.until_stdin_ends, detached=options.detached))
     except OSError as exc:
         sys.stderr.write(f"cannot serve: {exc.strerror}\n")
         return 2
     return 0
+
+
+def _allow_connections() -> None:
+    """Allow as many connections as a crowd may bring, as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, _CONNECTIONS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(config: ServerConfig, *, until_stdin_ends: bool, detached: bool) -> None:
@@ -75,6 +83,7 @@ async def _serve(config: ServerConfig, *, until_stdin_ends: bool, detached: bool
     sys.stdout.write(json.dumps(where) + "\n")
     sys.stdout.flush()
     await stop.wait()
+    server.stop()
 
 
 def _stop_at_end(descriptor: int, stop: asyncio.Event) -> None:

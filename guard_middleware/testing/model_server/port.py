@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 from typing import TYPE_CHECKING, Literal
 
 from guard_middleware.testing.model_server.protocol import Connection
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 _ACCEPTED_AT_ONCE = 256
+# What lets a listening socket stand beside our own placeholder, yet not beside somebody else's listening socket. BSD
+# wants to be told more.
+_SHARED = socket.SO_REUSEADDR if sys.platform == "linux" else socket.SO_REUSEPORT
 
 
 class Port:
@@ -65,6 +69,11 @@ class Port:
             elif open_calls == "reset":
                 connection.exchange.reset()
 
+    def give_up(self) -> None:
+        """Close for good: whoever wants the port may have it."""
+        self.shut("reset")
+        self._placeholder.close()
+
     def opened(self, connection: Connection) -> None:
         """Take a connection, or reset it if the port was closed before it was let in."""
         self._connections.add(connection)
@@ -88,7 +97,7 @@ class Port:
 
 def _bound(number: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, _SHARED, 1)
     sock.setblocking(False)
     try:
         sock.bind((LOOPBACK, number))

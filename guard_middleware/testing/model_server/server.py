@@ -66,6 +66,11 @@ class FakeServer:
         self._control_port.open()
         self._move_ports()
 
+    def stop(self) -> None:
+        """Reset all connections and give the ports up."""
+        for port in (self._control_port, *self._ports.values()):
+            port.give_up()
+
     # --- what the control port asks for
 
     def stats(self) -> ServerStats:

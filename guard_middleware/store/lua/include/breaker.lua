@@ -34,6 +34,7 @@ local function give_role(id, endpoint, hold)
     return breaker.generation, false
   end
   local mean_ms = tonumber(fact("mean:" .. endpoint) or 0)
+  if mean_ms == 0 then mean_ms = 1000 end
   local generation = breaker.generation + (breaker.probe ~= "" and 1 or 0)
   set_breaker(endpoint, {
     generation = generation, open_until_ms = breaker.open_until_ms, trips = breaker.trips, fails = breaker.fails,

@@ -10,18 +10,18 @@ end
 
 --[[
   Why there is no room for the call, or nil; and whether only the group stands against it. `background` if it may not
-  touch the reserve. During a ramp, `ramped` units of the present generation are in flight, and `ramp_limit` may be.
+  touch the reserve. During a ramp, `ramped` units of the present generation are in flight, and `ramp_limit` may be;
+  else both are nil.
 ]]
 local function no_room(endpoint, spec, cost, background, ramped, ramp_limit)
   local ceiling = tonumber(fact("override:" .. endpoint) or spec.ceiling)
   local units = in_flight(endpoint) + cost
   if units > ceiling then return "endpoint_full", false end
   -- A call alone on its endpoint is admissible up to the ceiling, or cost 2 would wait for ever at a limit of 1.
-  ramped = ramped or 0
-  if ramped > 0 and ramped + cost > ramp_limit then return "endpoint_full", false end
+  if ramped and ramped > 0 and ramped + cost > ramp_limit then return "endpoint_full", false end
   if background then
     if units > ceiling - reserve_of(ceiling, spec.reserve) then return "reserved", false end
-    if ramped > 0 then
+    if ramped then
       local limit = min(ceiling, ramp_limit)
       if ramped + cost > limit - reserve_of(limit, spec.reserve) then return "reserved", false end
     end

@@ -6,7 +6,6 @@
 
 local LEASE, UNITS, HOLD = root .. "lease:", root .. "units:", "hold:"
 local rules
-local freed = false
 local counted_units = {}
 
 -- The lease of that id, or false; and what became of it, or false.
@@ -15,7 +14,7 @@ local function lease_of(id)
   if not packed then return false, false end
   local found = decode(packed)
   if found.endpoint then return found, false end
-  return false, found.until_ms > now and found
+  return false, found.until_ms + tonumber(fact("away") or 0) - found.away_ms > now and found
 end
 
 local function in_flight(endpoint)
@@ -68,18 +67,19 @@ local function grant(id, lease, generation)
     set_fact(HOLD .. lease.process, 1)
   elseif lease.rank >= BACKGROUND then
     set_fact("background_at:" .. endpoint, now)
+    set_fact("background_at:" .. lease.home, now)
   end
   return expires_at_ms
 end
 
 --[[
   Leave a tombstone for one lease time, so that a repeated command gets the same answer (I11). Until when it holds is
-  in the record; the key's own expiry only clears it away.
+  in the record, and moves on with what is added to the fact `away`; the key's own expiry only clears it away.
 ]]
 local function bury(id, status, reason, retry_after_ms, takes)
-  local stone = { status = status, until_ms = now + rules.lease_ms }
+  local stone = { status = status, until_ms = now + rules.lease_ms, away_ms = tonumber(fact("away") or 0) }
   if reason ~= "" then stone.reason = reason end
   if retry_after_ms > 0 then stone.retry_after_ms = retry_after_ms end
   if takes and #takes > 0 then stone.takes = takes end
-  call("SET", LEASE .. id, pack(stone), "PX", rules.lease_ms + (injected and 600000 or 1000))
+  call("SET", LEASE .. id, pack(stone), "PX", 4 * rules.lease_ms + (injected and 600000 or 0))
 end

@@ -5,6 +5,21 @@
   Made at first use: most commands meet nobody who waits.
 ]]
 
+-- Every lease, swept or not, with its id; bounded by what is in flight.
+local function all_leases()
+  local found = {}
+  for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
+    for _, id in ipairs(call("ZRANGE", UNITS .. endpoint, 0, -1)) do
+      local lease = not id:find("\31", 1, true) and lease_of(id)
+      if lease then
+        lease.id = id
+        found[#found + 1] = lease
+      end
+    end
+  end
+  return found
+end
+
 local made_lines
 local function lines()
   if made_lines then return made_lines end
@@ -174,7 +189,14 @@ local function lines()
       call("SADD", acks, id)
       return true
     end
-    return call("SISMEMBER", acks, id) == 1
+    if call("SISMEMBER", acks, id) == 0 then return false end
+    for _, lease in ipairs(all_leases()) do
+      if lease.message == id and lease.worker == worker and lease.namespace == parts.namespace
+        and lease.queue == parts.queue then
+        return false                    -- this worker has it once more, by a take
+      end
+    end
+    return true
   end
 
   --[[
@@ -199,10 +221,7 @@ local function lines()
         waiting[#waiting + 1] = { line = line, waiter = waiter, key = parked.rank * RANK + parked.place }
       end
     end
-    table.sort(waiting, function(one, other)
-      if one.key ~= other.key then return one.key < other.key end
-      return before(one.line .. "\31" .. one.waiter, other.line .. "\31" .. other.waiter)
-    end)
+    table.sort(waiting, in_order)
     local moved = min(most, #waiting)
     for index = 1, moved do
       local line, waiter = waiting[index].line, waiting[index].waiter

@@ -16,3 +16,9 @@ local function before(one, other)
   end
   return #one < #other
 end
+
+-- The order of waiters, each with its key, line and id.
+local function in_order(one, other)
+  if one.key ~= other.key then return one.key < other.key end
+  return before(one.line .. "\31" .. one.waiter, other.line .. "\31" .. other.waiter)
+end

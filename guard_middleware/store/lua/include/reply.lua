@@ -3,6 +3,8 @@
   count; and, if one of them is not empty, four lists, each with its length before it: lost, stolen, woken, takes.
 ]]
 
+local TAKE = 12                         -- values of one message that is handed over
+
 -- In how many milliseconds time alone may free something for a waiter; -1 if nobody waits.
 local function next_ms()
   if nobody_waits() then return -1 end
@@ -22,7 +24,12 @@ local function next_ms()
       local endpoint = lines().parts(line).endpoint
       if not seen[endpoint] then
         seen[endpoint] = true
-        later(breaker_of(endpoint).open_until_ms)
+        local spec = spec_of(endpoint)
+        for _, one in ipairs({ endpoint, spec and spec.fallback or "" }) do
+          local breaker = breaker_of(one)
+          later(breaker.open_until_ms)
+          later(breaker.probe_until_ms)
+        end
         if lines().background_waits(endpoint) then
           later(tonumber(fact("background_at:" .. endpoint) or now) + rules.ageing_ms)
         end
@@ -77,8 +84,11 @@ local function answer(status, process, reason, retry_after_ms, serving, more)
   return reply
 end
 
--- The same answer again, with the same messages as far as they are still leased (I11).
-local function answer_again(stone, process)
-  local serving = { takes = takes_again(stone.takes or {}), woken = {}, waiting = 0 }
+-- The same answer again, with the same messages as far as they are still leased (I11); `idle` is -1 if not said.
+local function answer_again(stone, process, idle)
+  local takes = takes_again(stone.takes or {})
+  if idle >= 0 and fact("idle:" .. process) then set_fact("idle:" .. process, max(0, idle - #takes / TAKE)) end
+  local serving = serve(process, 0, "") -- its hold ended when it spoke
+  serving.takes = takes
   return answer(stone.status, process, stone.reason or "", stone.retry_after_ms or 0, serving)
 end

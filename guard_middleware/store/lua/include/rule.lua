@@ -45,8 +45,29 @@ local function against(endpoint, spec, rank, cost, aged)
   if phase == "open" then return "breaker_open", false end
   if phase == "half_open" and probe_live(endpoint, breaker) then return "probing", false end
   local background = rank >= BACKGROUND and not aged and phase == "closed"
-  if phase ~= "closed" or breaker.ramp == -1 then return no_room(endpoint, spec, cost, background) end
+  if phase ~= "closed" or not spec.breaker or breaker.ramp == -1 then
+    return no_room(endpoint, spec, cost, background)
+  end
   return no_room(endpoint, spec, cost, background, present(endpoint, breaker.generation), 1 + breaker.ramp)
+end
+
+-- Rule 1: no state of this endpoint could ever admit such a call (an override or a ramp only delays).
+local function impossible(spec, cost)
+  return cost > spec.ceiling or (spec.budget and cost > spec.budget - spec.floors)
+end
+
+--[[
+  Whether no release could let such a call go: it costs more than what is in force leaves to its rank at best. Only an
+  operator, a new configuration or its ageing turn can. Until then it holds nobody else up.
+]]
+local function hopeless(endpoint, spec, rank, cost, aged)
+  local background = rank >= BACKGROUND and not aged and phase_at(endpoint, spec) == "closed"
+  local ceiling, budget = ceiling_of(endpoint, spec), spec.budget
+  if background then ceiling = ceiling - reserve_of(ceiling, spec.reserve) end
+  if cost > ceiling then return true end
+  if not budget then return false end
+  if background then budget = budget - reserve_of(budget) end
+  return cost > min(budget, spec.budget - spec.floors)
 end
 
 --[[
@@ -73,7 +94,7 @@ local function step_ms(endpoint)
   if spec then
     local ramp = breaker_of(endpoint).ramp
     limit = ceiling_of(endpoint, spec)
-    if ramp ~= -1 then limit = min(limit, 1 + ramp) end
+    if ramp ~= -1 and spec.breaker then limit = min(limit, 1 + ramp) end
   end
   return max(1, floor((mean_ms > 0 and mean_ms or 1000) / max(1, limit)))
 end

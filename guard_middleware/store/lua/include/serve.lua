@@ -2,17 +2,17 @@
   Who goes next (I8, I9): gives free permits to the best waiters that somebody idle can run.
 ]]
 
-local SCAN, WAKES, PROBE_SCAN = 500, 8, 32
+local SCAN, WAKES = 500, 8
 
 --[[
-  `want` messages for `process`, which has as many idle threads; new leases are named `via`:0, `via`:1, ...
-  Returns { takes, woken, waiting }; takes is flat, a message in twelve values.
+  `want` messages for `process`, which has as many idle threads; the new leases remember `via`, the command's id.
+  Returns { takes, taken, woken, waiting }; takes is flat, a message in twelve values; taken are the lease ids.
 ]]
 local function serve(process, want, via)
   local takes, taken, woken, waiting = {}, {}, {}, 0
   local serving = { takes = takes, taken = taken, woken = woken, waiting = 0 }
   if nobody_waits() or now < tonumber(fact("epoch_until") or 0) then return serving end
-  local closed, claimed, skipped, cursors, passed, notified = {}, {}, {}, {}, {}, {}
+  local closed, claimed, skipped, passed, notified = {}, {}, {}, {}, {}
 
   local function wake(runner, lease_id)
     if not notified[runner] then woken[#woken + 1] = runner end
@@ -20,14 +20,25 @@ local function serve(process, want, via)
     notified[runner] = true
   end
 
+  -- The message goes to an idle thread of the asking process.
   local function hand_over(lease_id, endpoint, generation, probe, expires_at_ms, line, parked, waiter, payload)
     local parts = lines().parts(line)
     call("SADD", lines().ack_set(parts.namespace, room().process(process).worker, parts.queue), waiter)
+    set_fact("idle:" .. process, max(0, tonumber(fact("idle:" .. process)) - 1))
     want = want - 1
     for _, value in ipairs({
       lease_id, endpoint, parts.endpoint, generation, probe and 1 or 0, expires_at_ms, parked.rank, parked.cost,
       parts.namespace, parts.queue, waiter, payload,
     }) do takes[#takes + 1] = value end
+  end
+
+  -- Give a message that can never run to the asking process, without a permit: its broker ends it.
+  local function hand_over_hopeless(line, waiter, parked)
+    local parts = lines().parts(line)
+    lines().leave(line, waiter, parked)
+    lines().forget(line, waiter)
+    local payload = call("HGET", lines().messages(parts.namespace, parts.queue), waiter)
+    if payload then hand_over("", parts.endpoint, 0, false, 0, line, parked, waiter, payload) end
   end
 
   -- Hand waiters that are too old to their broker's age limit, without a permit.
@@ -48,11 +59,7 @@ local function serve(process, want, via)
     end)
     for index = 1, min(want, #old) do
       local line, waiter = old[index].member:match("^(.-\31.-\31.-)\31(.*)$")
-      local parts, parked = lines().parts(line), lines().parked(line, waiter)
-      lines().leave(line, waiter, parked)
-      lines().forget(line, waiter)
-      local payload = call("HGET", lines().messages(parts.namespace, parts.queue), waiter)
-      if payload then hand_over("", parts.endpoint, 0, false, 0, line, parked, waiter, payload) end
+      hand_over_hopeless(line, waiter, lines().parked(line, waiter))
     end
     for _, full in ipairs(looked) do
       local first = call("ZRANGE", root .. "deadlines:" .. full, 0, 0, "WITHSCORES")[2]
@@ -68,15 +75,6 @@ local function serve(process, want, via)
     }
   end
 
-  -- I11: a lease id is never used twice, also if the command comes again after its tombstone is gone.
-  local function free_id()
-    for number = #taken, #taken + SCAN do
-      local id = via .. ":" .. number
-      local lease, tombstone = lease_of(id)
-      if not lease and not tombstone then return id end
-    end
-  end
-
   local function take(line, waiter, parked, endpoint)
     local parts = lines().parts(line)
     local payload = call("HGET", lines().messages(parts.namespace, parts.queue), waiter)
@@ -85,7 +83,11 @@ local function serve(process, want, via)
       lines().forget(line, waiter)
       return
     end
-    local lease, id = new_lease(endpoint, line, process, parked), free_id()
+    local number = tonumber(fact("takes") or 0) + 1
+    set_fact("takes", number)
+    local id = fact("epoch") .. ":" .. number
+    local lease = new_lease(endpoint, line, process, parked)
+    lease.via = via
     lease.namespace, lease.queue, lease.message = parts.namespace, parts.queue, waiter
     lease.worker = room().process(process).worker
     local generation, probe = give_role(id, endpoint)
@@ -110,21 +112,20 @@ local function serve(process, want, via)
     end
   end
 
-  -- The best takeable waiter of an endpoint that has not seen its server shed load; nil if there is none.
-  local function other_probe(endpoint)
+  -- The best takeable waiter of `home` that `endpoint` would admit and that has not seen a server shed load, or nil.
+  local function other_probe(home, endpoint)
     local best
     for _, line in ipairs(lines().all()) do
-      local found = lines().parts(line).endpoint == endpoint
+      local found = lines().parts(line).endpoint == home
         and call("ZRANGE", root .. "line:" .. line, 0, PROBE_SCAN - 1, "WITHSCORES") or {}
       for index = 1, #found, 2 do
         local parked, key = lines().parked(line, found[index]), tonumber(found[index + 1])
         local runner = parked.overloaded and "" or room().runner(line, parked, want > 0 and process or "")
-        local _, reason = nil, true
-        if runner ~= "" then _, reason = place_call(endpoint, parked.rank, parked.cost, false) end
-        if not reason then
-          if not best or key < best.key or (key == best.key and before(line, best.line)) then
-            best = { key = key, line = line, waiter = found[index], parked = parked, runner = runner }
-          end
+        local chosen, reason
+        if runner ~= "" then chosen, reason = place_call(home, parked.rank, parked.cost, false) end
+        if chosen == endpoint and not reason then
+          local other = { key = key, line = line, waiter = found[index], parked = parked, runner = runner }
+          if not best or in_order(other, best) then best = other end
           break
         end
       end
@@ -159,6 +160,14 @@ local function serve(process, want, via)
     if runner == "" then return nobody(line, waiter, parked) end
     local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, aged)
     local spec = spec_of(endpoint)
+    if reason and spec and hopeless(endpoint, spec, parked.rank, parked.cost, aged) then
+      passed[line .. "\31" .. waiter] = true
+      local own = spec_of(home)
+      if runner == process and want > 0 and lines().parts(line).full ~= "" and own and impossible(own, parked.cost) then
+        hand_over_hopeless(line, waiter, parked)
+      end
+      return
+    end
     if by_group and spec then claimed[spec.group] = true end
     if reason or not spec or (spec.budget and claimed[spec.group]
       and in_flight(endpoint) + parked.cost > spec.floor) then
@@ -166,7 +175,7 @@ local function serve(process, want, via)
       return
     end
     if parked.overloaded and phase_at(endpoint, spec) == "half_open" then
-      local other = other_probe(home)
+      local other = other_probe(home, endpoint)
       if other then line, waiter, parked, runner = other.line, other.waiter, other.parked, other.runner end
     end
     let_go(line, waiter, parked, endpoint, runner)
@@ -174,22 +183,20 @@ local function serve(process, want, via)
 
   -- The best waiter among the lines that are still open in this command.
   local function best_waiter()
-    local best_line, best, best_key
+    local best
     for _, line in ipairs(lines().all()) do
       if not skipped[line] and not closed[lines().parts(line).endpoint] then
-        local cursor = cursors[line] or 0
-        local waiter, key = lines().at(line, cursor)
+        local index = 0
+        local waiter, key = lines().at(line, index)
         while waiter and passed[line .. "\31" .. waiter] do
-          cursor = cursor + 1
-          waiter, key = lines().at(line, cursor)
+          index = index + 1
+          waiter, key = lines().at(line, index)
         end
-        cursors[line] = cursor
-        if waiter and (not best_key or key < best_key or (key == best_key and before(line, best_line))) then
-          best_line, best, best_key = line, waiter, key
-        end
+        local first = waiter and { key = key, line = line, waiter = waiter }
+        if first and (not best or in_order(first, best)) then best = first end
       end
     end
-    return best_line, best
+    return best
   end
 
   hand_over_old()
@@ -205,9 +212,9 @@ local function serve(process, want, via)
     if line then attempt(line, waiter, true) end
   end
   for _ = 1, SCAN do
-    local line, waiter = best_waiter()
-    if not line then break end
-    attempt(line, waiter, false)
+    local best = best_waiter()
+    if not best then break end
+    attempt(best.line, best.waiter, false)
   end
   serving.waiting = waiting
   return serving

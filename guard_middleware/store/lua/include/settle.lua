@@ -4,7 +4,7 @@
   Apply how a call ended (I7).
   Returns whether an overload is to be counted against the message that made the call.
 ]]
-local function settle(endpoint, spec, outcome, lease_id, lease, retry_after_ms, full_limit, rules)
+local function settle(endpoint, spec, outcome, lease_id, lease, retry_after_ms, full_limit)
   local before_it = breaker_of(endpoint)
   if not spec.breaker or lease.generation ~= before_it.generation then return false end
   local well = outcome == "success" or outcome == "benign"

@@ -4,11 +4,13 @@
 ]]
 
 local SWEEP_LEASES, SWEEP_PROCESSES = 256, 16
+local freed = false                     -- something that a waiter may have now
 
 local function consumers_key(full) return root .. "consumers:" .. full end
 
 -- Drop what a process published and reported. Its leases end by themselves.
 local function forget_process(process)
+  freed = true
   local packed = call("HGET", root .. "processes", process)
   if packed then
     for full in pairs(decode(packed).queues) do call("SREM", consumers_key(full), process) end
@@ -23,8 +25,9 @@ local function forget_process(process)
   if call("HDEL", root .. "published", process) == 1 then recompute() end
 end
 
--- The store was away: nobody's lease ended because of that.
+-- The store was away: nobody's lease ended because of that, nor did what is remembered of those that had.
 local function move_on(gap)
+  set_fact("away", tonumber(fact("away") or 0) + gap)
   for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
     local units = UNITS .. endpoint
     for _, unit in ipairs(call("ZRANGE", units, 0, -1)) do call("ZINCRBY", units, gap, unit) end

@@ -3,6 +3,7 @@
 ]]
 
 local AGED_KEY = -RANK                  -- before every rank
+local PROBE_SCAN = 32                   -- how far into a line the first that fits is looked for
 
 local made_room
 local function room()
@@ -60,21 +61,51 @@ local function room()
     return best
   end
 
-  -- The line and the background waiter whose turn it is because none has started for the ageing time; nil if none.
+  --[[
+    The background waiter whose turn it is because none has started for the ageing time: its line, its id and its
+    record; nil if there is none.
+  ]]
   function self.aged(endpoint)
     if now - tonumber(fact("background_at:" .. endpoint) or now) < rules.ageing_ms then return nil end
-    local best_line, best, best_key
+    local found, spec = {}, spec_of(endpoint)
     for _, line in ipairs(lines().all()) do
       if lines().parts(line).endpoint == endpoint then
-        local found = call("ZRANGEBYSCORE", root .. "line:" .. line, BACKGROUND * RANK, "+inf", "WITHSCORES",
-          "LIMIT", 0, 1)
-        local key = tonumber(found[2])
-        if key and (not best_key or key < best_key or (key == best_key and before(line, best_line))) then
-          best_line, best, best_key = line, found[1], key
+        local first = call("ZRANGEBYSCORE", root .. "line:" .. line, BACKGROUND * RANK, "+inf", "WITHSCORES",
+          "LIMIT", 0, PROBE_SCAN)
+        for index = 1, #first, 2 do
+          found[#found + 1] = { line = line, waiter = first[index], key = tonumber(first[index + 1]) }
         end
       end
     end
-    return best_line, best
+    table.sort(found, in_order)
+    for index = 1, min(PROBE_SCAN, #found) do
+      local line, waiter = found[index].line, found[index].waiter
+      local parked = lines().parked(line, waiter)
+      if not spec or not hopeless(endpoint, spec, parked.rank, parked.cost, true) then return line, waiter, parked end
+    end
+    return nil
+  end
+
+  --[[
+    The first of a line that somebody waits for and that a release could let go; if the turn of an aged background
+    waiter has come, it is that one. Returns its record, its key in the order, and whether it is the aged one.
+  ]]
+  local function head(line)
+    local parts = lines().parts(line)
+    local aged_line, _, aged = self.aged(parts.endpoint)
+    if aged_line == line then return aged, AGED_KEY + aged.place, true end
+    local spec, first, first_key = spec_of(parts.endpoint), nil, nil
+    for index = 0, PROBE_SCAN - 1 do
+      local waiter, key = lines().at(line, index)
+      if not waiter then break end
+      local parked = lines().parked(line, waiter)
+      local gone = parts.full == "" and not fact("idle:" .. parked.process)
+      if not gone and not (spec and hopeless(parts.endpoint, spec, parked.rank, parked.cost, false)) then
+        return parked, key, false
+      end
+      if index == 0 then first, first_key = parked, key end
+    end
+    return first, first_key, false
   end
 
   -- Whether the waiters of `home` count as standing at `endpoint` too, because its breaker is not closed.
@@ -97,15 +128,15 @@ local function room()
       local same = other == home or other == endpoint or falls_back(other, endpoint)
       local spec = not same and target.budget and not in_floor and spec_of(other)
       if same or (spec and spec.group == target.group) then
-        local aged_line, aged_waiter = self.aged(other)
-        local is_aged = aged_line == line
-        local waiter, head_key = lines().at(line, 0)
-        if is_aged then waiter = aged_waiter end
-        local head = lines().parked(line, waiter)
-        if is_aged then head_key = AGED_KEY + head.place end
-        if head_key < key and self.runner(line, head, asker) ~= "" then
-          local _, reason, by_group = place_call(other, head.rank, head.cost, same and is_aged)
-          if by_group or (same and (not reason or (reason == "endpoint_full" and head.cost > 1))) then return true end
+        local first, first_key, aged = head(line)
+        if first_key < key and self.runner(line, first, asker) ~= "" then
+          local chosen, reason, by_group = place_call(other, first.rank, first.cost, aged)
+          if same and not reason then return true end
+          local there = spec_of(chosen)
+          if there and not hopeless(chosen, there, first.rank, first.cost, aged) and (by_group
+            or (same and first.cost > 1 and (reason == "endpoint_full" or reason == "reserved"))) then
+            return true
+          end
         end
       end
     end
@@ -125,10 +156,7 @@ end
   Returns the endpoint that admits it, or nil with the reason and how long it lasts ("too_costly": for ever).
 ]]
 local function decide(home, parked, asker)
-  local spec = spec_of(home)
-  if parked.cost > spec.ceiling or (spec.budget and parked.cost > spec.budget - spec.floors) then
-    return nil, "too_costly", 0
-  end
+  if impossible(spec_of(home), parked.cost) then return nil, "too_costly", 0 end
   local epoch_until_ms = tonumber(fact("epoch_until") or 0)
   if now < epoch_until_ms then return nil, "recovering", epoch_until_ms - now end
   local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, false)

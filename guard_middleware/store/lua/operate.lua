@@ -1,0 +1,75 @@
+--[[
+  Carry out an operation: move a breaker, override a ceiling, pause, drain, withdraw a caller, forget a process.
+  Guarantees: an operation is carried out as a whole or not at all; what it frees is given away in the same call (I9);
+  a drained message is in its queue again (I3).
+  KEYS[1] root             all keys of the guard begin with it
+  ARGV[1] now_ms           "" for the server's time; only tests pass a number
+  ARGV[2] action           open, close, reset, override, clear_override, pause, resume, drain, withdraw, forget
+  ARGV[3] target           an endpoint; a lease (withdraw); a process (forget)
+  ARGV[4] value            milliseconds (open), a ceiling (override), the most messages of one call (drain; 0 for 500)
+  ARGV[5] namespace        of the queue to drain
+  ARGV[6] queue            to drain
+  ARGV[7] force            1 to drain although a guarded worker would park the messages again
+  Reply: flat, see include/reply
+     9 DONE
+    10 REFUSED_ALIVE
+]]
+--- @include "state"
+--- @include "leases"
+--- @include "capacity"
+--- @include "order"
+--- @include "breaker"
+--- @include "lines"
+--- @include "configuration"
+--- @include "sweep"
+--- @include "rule"
+--- @include "waiting"
+--- @include "serve"
+--- @include "reply"
+--- @include "held"
+
+local DONE, REFUSED_ALIVE = 9, 10
+local DRAIN_BATCH = 500
+
+local action, target, value = ARGV[2], ARGV[3], tonumber(ARGV[4])
+local full = ARGV[5] .. "\31" .. ARGV[6]
+
+begin("", -1)
+
+local count = 0
+if action == "open" then
+  local breaker = breaker_of(target)
+  set_breaker(target, {
+    generation = breaker.generation + 1, open_until_ms = now + value, trips = breaker.trips,
+  })
+elseif action == "close" or action == "reset" then
+  set_breaker(target, { generation = breaker_of(target).generation + 1 })
+elseif action == "override" then
+  set_fact("override:" .. target, value)
+elseif action == "clear_override" then
+  set_fact("override:" .. target, false)
+elseif action == "pause" then
+  set_fact("paused:" .. target, 1)
+elseif action == "resume" then
+  set_fact("paused:" .. target, false)
+elseif action == "drain" then
+  if call("EXISTS", consumers_key(full)) == 1 and ARGV[7] ~= "1" then return answer(REFUSED_ALIVE, "", "", 0) end
+  count = lines().drain(full, value > 0 and value or DRAIN_BATCH)
+elseif action == "withdraw" then
+  local standing = {}
+  for _, line in ipairs(lines().all()) do standing[#standing + 1] = line end
+  for _, line in ipairs(standing) do
+    local parked = lines().parts(line).full == "" and lines().parked(line, target)
+    if parked then
+      lines().leave(line, target, parked)
+      lines().forget(line, target)
+    end
+  end
+  give_back(target)
+elseif action == "forget" then
+  for _, id in ipairs(leases_of(target)) do give_back(id) end
+  forget_process(target)
+else
+  return redis.error_reply("ERR guard: unknown action")
+end
+return answer(DONE, "", "", 0, serve("", 0, ""), { count = count })

@@ -1,0 +1,79 @@
+--[[
+  Read everything.
+  Guarantees: changes nothing, not even the time of the last command.
+  KEYS[1] root             all keys of the guard begin with it
+  ARGV[1] now_ms           "" for the server's time; only tests pass a number
+  Reply: {status, at_ms, endpoints, groups, leases, processes, lines}, each of the five a list of lists: endpoint (id,
+         ceiling, limit, in_flight, breaker, open_for_ms, generation, trips, ramp, probe, paused, group, mean_ms, rank
+         and number of waiters...); group (id, units, budget); lease (id, endpoint, cost, process); process (id, idle);
+         line (endpoint, namespace, queue, waiters in order...)
+     9 DONE
+]]
+--- @include "state"
+--- @include "leases"
+--- @include "capacity"
+--- @include "order"
+--- @include "breaker"
+--- @include "lines"
+--- @include "configuration"
+--- @include "rule"
+
+local DONE = 9
+rules = record("rules") or DEFAULT_RULES
+
+-- Waiters by endpoint and rank, those that stand beside a line among them.
+local waiting, standing = {}, {}
+
+local function count(endpoint, rank)
+  local ranks = waiting[endpoint] or {}
+  ranks[rank] = (ranks[rank] or 0) + 1
+  waiting[endpoint] = ranks
+end
+
+for _, line in ipairs(lines().all()) do
+  local parts = lines().parts(line)
+  local row = { parts.endpoint, parts.namespace, parts.queue }
+  local found = call("ZRANGE", root .. "line:" .. line, 0, -1, "WITHSCORES")
+  for index = 1, #found, 2 do
+    row[#row + 1] = found[index]
+    count(parts.endpoint, floor(tonumber(found[index + 1]) / RANK))
+  end
+  standing[#standing + 1] = row
+end
+for _, member in ipairs(call("ZRANGE", root .. "held_back", 0, -1)) do
+  local line, waiter = member:match("^(.-\31.-\31.-)\31(.*)$")
+  count(lines().parts(line).endpoint, lines().parked(line, waiter).rank)
+end
+
+local endpoints, groups, totals = {}, {}, {}
+for _, endpoint in ipairs(record("endpoints") or {}) do
+  local spec, breaker = spec_of(endpoint), breaker_of(endpoint)
+  local ceiling, units = ceiling_of(endpoint, spec), in_flight(endpoint)
+  totals[spec.group] = (totals[spec.group] or 0) + units
+  local row = {
+    endpoint, ceiling, (breaker.ramp == -1 or not spec.breaker) and ceiling or min(ceiling, 1 + breaker.ramp), units,
+    phase_at(endpoint, spec), max(0, breaker.open_until_ms - now), breaker.generation, breaker.trips, breaker.ramp,
+    breaker.probe, fact("paused:" .. endpoint) and 1 or 0, spec.budget and spec.group or "",
+    tonumber(fact("mean:" .. endpoint) or 0),
+  }
+  for rank, number in pairs(waiting[endpoint] or {}) do
+    row[#row + 1] = rank
+    row[#row + 1] = number
+  end
+  endpoints[#endpoints + 1] = row
+end
+for group, budget in pairs(record("budgets") or {}) do
+  groups[#groups + 1] = { group, totals[group] or 0, budget }
+end
+
+local leases, processes = {}, {}
+for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
+  for _, id in ipairs(call("ZRANGEBYSCORE", UNITS .. endpoint, now + 1, "+inf")) do
+    local lease = not id:find("\31", 1, true) and lease_of(id)
+    if lease then leases[#leases + 1] = { id, lease.endpoint, lease.cost, lease.process } end
+  end
+end
+for _, process in ipairs(call("ZRANGE", root .. "alive", 0, -1)) do
+  processes[#processes + 1] = { process, tonumber(fact("idle:" .. process) or 0) }
+end
+return { DONE, now, endpoints, groups, leases, processes, standing }

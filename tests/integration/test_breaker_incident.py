@@ -1,0 +1,221 @@
+"""One incident, many failures: it trips once, costs the server little, and what began before it changes nothing."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from dramatiq.message import Message
+from dramatiq.results.backends import RedisBackend
+
+from guard_middleware.testing.model_server import Fault, Step
+from guard_middleware.testing.model_server.config import BUSY_TEXT
+from tests.support.deployment import wait_until
+from tests.support.outage import (
+    SLACK_S,
+    calls_of,
+    check_one_at_a_time,
+    check_pauses,
+    check_ramp,
+    cooldowns,
+    looking_at,
+    outage_in,
+    serving,
+    start_groups,
+)
+
+pytestmark = pytest.mark.slow
+
+ENGINE_DEAD = {"object": "error", "message": "EngineDeadError: EngineCore encountered an issue", "code": 500}
+
+
+def test_a_burst_of_1319_calls_never_reaches_a_server_that_refuses_the_17th(deploy):
+    """With the true ceiling the server is never over 8, refuses nobody, and nobody waits at the price of a retry."""
+    deployment = deploy(
+        **serving("chat", ceiling=8, base_ms=5, refuse_above=16),
+    )
+    deployment.start(processes=4, threads=8)
+    ids = deployment.send("orchestrate", 1319)
+    deployment.wait_done(ids, 60)
+    stats = deployment.server.stats()["chat"]
+    assert stats.most_in_flight == 8
+    assert stats.statuses == {"200": 1319}
+    deployment.check_everything_once(retries=0)
+
+
+@pytest.mark.parametrize("status", [503, 500])
+def test_a_ceiling_set_too_high_costs_pauses_and_no_message(deploy, measured, status):
+    """A ceiling of 64 before a server that refuses the 17th: the busy text trips the breaker, whatever its status."""
+    deployment = deploy(
+        **serving("chat", ceiling=64, base_ms=20, refuse_above=16, refuse_status=status, refuse_text=BUSY_TEXT),
+        env=cooldowns(0.05, 0.1),
+    )
+    start_groups(deployment, 2, processes=2, threads=8)
+    ids = deployment.send("orchestrate", 300)
+    deployment.wait_done(ids, 60)
+    with looking_at(deployment) as look:
+        measured("generation", look().generation)
+        assert look().generation >= 2, "it tripped and closed"
+    statuses = deployment.server.stats()["chat"].statuses
+    measured("statuses", statuses)
+    assert statuses["200"] == len(ids)
+    assert set(statuses) == {"200", str(status)}
+    deployment.check_everything_once(retries=0)
+
+
+def test_an_engine_that_dies_in_four_ways_at_once_is_one_incident(deploy, measured):
+    """500, dropped, hanging, then refused, then loading: one first trip, six permits back, one probe, then a ramp."""
+    # Given six calls in flight, of which two get 500, two are cut and two hang; then a closed port for 2 s, then
+    # "loading" for 2 s
+    deployment = deploy(
+        **serving("chat", ceiling=6, base_ms=20),
+        env={**cooldowns(0.4, 3.2), "APP_CLIENT_TIMEOUT_S": "0.8"},
+    )
+    start_groups(deployment, 3)
+    deployment.server.script(
+        [
+            Step(calls=(1, 2), fault=Fault.STATUS, status=500, body=ENGINE_DEAD, after_ms=500),
+            Step(calls=(3, 4), fault=Fault.DROP, after_ms=500),
+            Step(calls=(5, 6), fault=Fault.HANG),
+            Step(fault=Fault.REFUSE, from_s=0.6, to_s=2.6),
+            Step(fault=Fault.STATUS, status=503, body="Loading model", from_s=2.6, to_s=4.6),
+        ],
+        starts="first_call",
+    )
+    ids = deployment.send("orchestrate", 60)
+    # When all six have failed, the last two by their client's time-out
+    with looking_at(deployment) as look:
+        deployment.server.wait_until(lambda stats: stats["chat"].in_flight == 6)
+        deployment.server.wait_until(lambda stats: stats["chat"].in_flight == 0)
+        # Then they were one incident: one trip, or one more for a refused probe, but not six; and no permit is left out
+        wait_until(lambda: look().in_flight <= 1, 5, "six permits come back")
+        assert 1 <= look().trips <= 2
+    deployment.wait_done(ids, 30)
+    # ...the server saw single probes only, and the first success came at the end of the pause that was then running
+    calls = calls_of(deployment.server)
+    ready_at = min(one.t_start for one in calls) + 4.6
+    loading = [one for one in calls if one.status == 503]
+    served = [one for one in calls if one.status == 200]
+    measured("requests_while_loading", len(loading))
+    measured("first_success_after_ready_s", round(served[0].t_start - ready_at, 3))
+    check_one_at_a_time([*loading, served[0]])
+    assert len(loading) <= 2
+    assert served[0].t_start <= ready_at + 3.2 + 1.0
+    check_ramp(served[1:])
+    assert len(served) == len(ids)
+    assert deployment.server.stats()["chat"].most_in_flight == 6
+    deployment.check_everything_once(retries=0)
+
+
+def test_32_failures_of_8_processes_within_a_moment_are_one_trip(deploy, measured):
+    """Threshold 3, 32 failures at once: one pause of 0.4 s; failed probes double it; after a success it begins anew."""
+    # Given 32 calls in flight from 8 processes, which all fail, and so do the first two probes
+    deployment = deploy(
+        **serving("chat", ceiling=32, base_ms=20),
+        env={**cooldowns(0.4, 48), "MODEL_BREAKER_FAIL_THRESHOLD": "3"},
+    )
+    start_groups(deployment, 1, processes=8, threads=4)
+    failing = {"fault": Fault.STATUS, "status": 503}
+    deployment.server.script([Step(calls=(1, 32), after_ms=1_000, **failing), Step(calls=(33, 34), **failing)])
+    ids = deployment.send("orchestrate", 100)
+    with looking_at(deployment) as look:
+        deployment.server.wait_until(lambda stats: stats["chat"].statuses.get("503", 0) >= 32)
+        wait_until(lambda: look().in_flight <= 1, 5, "all failures have been told")
+        assert look().trips == 1
+        deployment.wait_done(ids, 30)
+        # Then the pauses grew by trips, not by failures
+        outage = outage_in(calls_of(deployment.server), threshold=3)
+        measured("pauses_s", outage.pauses())
+        failed_within_s = max(one.t_end for one in outage.burst) - min(one.t_end for one in outage.burst)
+        measured("failed_within_s", round(failed_within_s, 3))
+        assert len(outage.burst) == 32
+        check_pauses(outage.pauses(), [0.4, 0.8, 1.6])
+        check_ramp(outage.after)
+        # ...and once the full limit was reached again, the next incident begins with the first pause
+        wait_until(lambda: look().trips == 0, 5, "the escalation is forgotten")
+    deployment.server.reset()
+    deployment.server.script([Step(calls=(1, 3), after_ms=200, **failing)])
+    deployment.wait_done(deployment.send("orchestrate", 20), 20)
+    again = outage_in(calls_of(deployment.server), threshold=3)
+    check_pauses(again.pauses(), [0.4])
+    # Two failures before each trip were their messages' own; nothing else cost a retry
+    deployment.check_everything_once(retries=1)
+    assert sum(entry["retries"] for entry in deployment.done()) == 4
+
+
+def test_late_successes_do_not_end_a_pause(deploy, measured):
+    """Six of ten calls fail, four succeed later: their results are delivered, and the pause of 2 s is kept."""
+    # Given threshold 4 and ten calls in flight: six fail after 0.4 s, four succeed after 1 s
+    deployment = deploy(
+        **serving("chat", ceiling=10, base_ms=20),
+        env={**cooldowns(2.0, 2.0), "MODEL_BREAKER_FAIL_THRESHOLD": "4"},
+    )
+    start_groups(deployment, 2, threads=6)
+    deployment.server.script(
+        [
+            Step(calls=(1, 6), fault=Fault.STATUS, status=503, after_ms=400),
+            Step(calls=(7, 10), fault=Fault.SERVE, ms=1_000),
+        ]
+    )
+    ids = deployment.send("answer", 60, args=(1,))
+    deployment.wait_done(ids, 20)
+    # Then nobody was let in for 2 s after the fourth failure, although four successes came meanwhile
+    calls = calls_of(deployment.server)
+    outage = outage_in(calls, threshold=4)
+    measured("pauses_s", outage.pauses())
+    late = [one for one in outage.burst if one.status == 200]
+    assert (len(outage.burst), len(late)) == (10, 4)
+    assert all(outage.tripped_at < one.t_end < outage.probes[0].t_start for one in late)
+    check_pauses(outage.pauses(), [2.0])
+    check_ramp(outage.after)
+    # ...and every result is there, also those of the four
+    deployment.check_everything_once(retries=1)
+    assert sum(entry["retries"] for entry in deployment.done()) == 3, "the failures before the breaker was open"
+    backend = RedisBackend(url=deployment.redis_url, namespace=f"{deployment.broker_namespace}-results")
+    with closing(backend.client):
+        for one in ids:
+            message = Message(
+                queue_name="orchestration", actor_name="answer", args=(), kwargs={}, options={}, message_id=one
+            )
+            assert backend.get_result(message) == 2
+
+
+def test_late_failures_neither_open_again_nor_disturb_the_probe(deploy, measured):
+    """Failures of before the trip arrive while the probe runs, or after the close: not one more pause."""
+    # Given two endpoints whose first call fails at once and trips the breaker for 0.3 s, while four others hang on
+    deployment = deploy(
+        **serving("half", "closed", ceiling=5, base_ms=20),
+        env=cooldowns(0.3, 10),
+    )
+    start_groups(deployment, 3, threads=6)
+    # ...on the one they fail while the probe runs, on the other long after it has closed the breaker
+    deployment.server.script(
+        [
+            Step(calls=(1, 4), fault=Fault.STATUS, status=503, after_ms=1_500),
+            Step(calls=(5, 5), fault=Fault.STATUS, status=503, after_ms=500),
+            Step(endpoint="half", calls=(6, 6), fault=Fault.SERVE, ms=1_500),
+        ]
+    )
+    half = deployment.send("orchestrate", 40, guard_model="half")
+    closed = deployment.send("orchestrate", 40, guard_model="closed")
+    with looking_at(deployment, "closed") as look:
+        deployment.server.wait_until(lambda stats: stats["closed"].statuses.get("503", 0) == 5)
+        wait_until(lambda: look().breaker == "closed", 5, "no second trip")
+    deployment.wait_done([*half, *closed], 20)
+    # Then each endpoint had one pause, and the probe's end alone decided
+    for name in ("half", "closed"):
+        outage = outage_in(calls_of(deployment.server, name))
+        measured(f"pauses_s_{name}", outage.pauses())
+        assert len(outage.burst) == 5
+        check_pauses(outage.pauses(), [0.3])
+        check_ramp(outage.after)
+        with looking_at(deployment, name) as look:
+            assert (look().generation, look().breaker) == (2, "closed"), "one trip, one close"
+    late = [one for one in calls_of(deployment.server, "half") if one.status == 503][-1]
+    probe = next(one for one in calls_of(deployment.server, "half") if one.number == 6)
+    assert probe.t_start < late.t_end < probe.t_end - SLACK_S
+    # What failed while the breaker was not closed cost nothing; four messages met a closed one, and were retried
+    deployment.check_everything_once(retries=1)
+    retried = {entry["id"] for entry in deployment.done() if entry["retries"]}
+    assert len(retried) == 4
+    assert retried <= set(closed)

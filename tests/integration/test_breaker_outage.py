@@ -1,0 +1,218 @@
+"""An outage from its first failure to the last message: pauses, probes, no storm, and nothing left behind.
+
+Counted by the server's own log. Where its port is closed it sees nothing: there the workers write down each request
+before they make it.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from itertools import pairwise
+
+import pytest
+
+from guard_middleware.testing.model_server import Fault, Step
+from tests.support.deployment import wait_until
+from tests.support.outage import (
+    attempts_of,
+    calls_of,
+    check_one_at_a_time,
+    check_pauses,
+    check_ramp,
+    cooldowns,
+    generation_of,
+    looking_at,
+    outage_in,
+    series,
+    serving,
+    start_groups,
+)
+
+pytestmark = pytest.mark.slow
+
+BASE_S = 0.2
+MOST_S = 1.6
+"""The default series, 0.5, 1, 2 ... 30 s, in small: 0.2, 0.4, 0.8, 1.6, 1.6 ..."""
+CEILING = 6
+
+
+def guarded_chat(deploy, *, ceiling: int = CEILING, env: dict[str, str] | None = None):
+    """A deployment with one endpoint and short cooldowns."""
+    return deploy(
+        **serving("chat", ceiling=ceiling, base_ms=20),
+        env={**cooldowns(BASE_S, MOST_S), **(env or {})},
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "timeout_s"),
+    [
+        ({"fault": Fault.STATUS, "status": 503}, 30),
+        ({"fault": Fault.STATUS, "status": 429}, 30),
+        ({"fault": Fault.HANG}, 1),
+    ],
+    ids=["503", "429", "timeout"],
+)
+def test_an_ill_server_gets_one_request_per_pause_and_each_pause_is_twice_as_long(deploy, measured, fault, timeout_s):
+    """After the trip the server sees single probes after 0.2, 0.4, 0.8, 1.6, 1.6 s, and then all messages once."""
+    # Given 3 worker processes, 60 messages, and a server that fails a full burst and 4 probes
+    deployment = guarded_chat(deploy, env={"APP_CLIENT_TIMEOUT_S": str(timeout_s)})
+    start_groups(deployment, 3)
+    slowly = {"after_ms": 800} if fault["fault"] is Fault.STATUS else {}
+    deployment.server.script(
+        [Step(calls=(1, CEILING), **fault, **slowly), Step(calls=(CEILING + 1, CEILING + 4), **fault)]
+    )
+    # When the messages come all at once
+    ids = deployment.send("orchestrate", 60)
+    deployment.wait_done(ids, 30)
+    # Then the burst was one trip, every half-open period had one request, and the pauses grew to the longest allowed
+    calls = calls_of(deployment.server)
+    outage = outage_in(calls)
+    measured("requests_during_outage", len(outage.burst) + len(outage.probes) - 1)
+    measured("pauses_s", outage.pauses())
+    assert len(outage.burst) == CEILING
+    check_pauses(outage.pauses(), series(BASE_S, MOST_S, 5))
+    check_one_at_a_time(outage.probes)
+    # ...and it recovered without a wave, above no ceiling, with nobody's retries touched
+    check_ramp(outage.after)
+    assert len(calls) == CEILING + 4 + len(ids)
+    assert deployment.server.stats()["chat"].most_in_flight == CEILING
+    deployment.check_everything_once(retries=0)
+
+
+def test_a_closed_port_is_tried_once_per_pause_by_all_processes_together(deploy, measured):
+    """For 2.2 s connections are refused: one worker at a time tries again, after 0.2, 0.4, 0.8 and 1.6 s."""
+    # Given a server that is down when the first message comes, and 60 more that follow it
+    deployment = guarded_chat(deploy)
+    start_groups(deployment, 3)
+    deployment.server.script([Step(fault=Fault.REFUSE, to_s=2.2)])
+    deployment.send("orchestrate")
+    wait_until(lambda: attempts_of(deployment), 5, "the first attempt", every_s=0.005)
+    deployment.send("orchestrate", 60)
+    deployment.wait_done(deployment.sent, 30)
+    # Then what the server never saw was tried by one worker at a time, at the pace of the pauses
+    tries = attempts_of(deployment)
+    calls = calls_of(deployment.server)
+    closed_by = generation_of(calls[0])
+    outage = [one["at"] for one in tries if int(one["generation"]) <= closed_by]
+    pauses = [round(later - earlier, 4) for earlier, later in pairwise(outage)]
+    measured("requests_during_outage", len(outage) - 1)
+    measured("pauses_s", pauses)
+    check_pauses(pauses, series(BASE_S, MOST_S, 4))
+    assert len(tries) == len(outage) - 1 + len(deployment.sent)
+    assert len(calls) == len(deployment.sent)
+    check_ramp(calls[1:])
+    assert deployment.server.stats()["chat"].most_in_flight <= CEILING
+    deployment.check_everything_once(retries=0)
+
+
+def test_everything_parked_and_nothing_in_flight_drains_by_itself(deploy, measured):
+    """With no call open and every worker idle, the end of the pause alone sets everything going again."""
+    # Given a breaker that one refused request has opened for 1.2 s, and heartbeats that come only every 4 s
+    deployment = guarded_chat(deploy, env=cooldowns(1.2, 1.2))
+    start_groups(deployment, 2)
+    deployment.server.script([Step(calls=(1, 1), fault=Fault.STATUS, status=503)])
+    first = deployment.send("orchestrate")
+    with looking_at(deployment) as look:
+        wait_until(lambda: look().breaker == "open", 5, "open")
+        # When 40 more messages come, until all stand in line
+        deployment.send("orchestrate", 40)
+        wait_until(lambda: sum(look().waiting.values()) == 41, 5, "everything parked")
+        seen = look()
+        assert (seen.breaker, seen.in_flight) == ("open", 0)
+    # Then the pause ends on time, one goes first, and all follow
+    deployment.wait_done(deployment.sent, 10)
+    outage = outage_in(calls_of(deployment.server))
+    measured("pauses_s", outage.pauses())
+    assert [one.message_id for one in outage.burst] == first
+    check_pauses(outage.pauses(), [1.2])
+    assert outage.probes[0].message_id not in first, "who saw the overload is not the next probe while another waits"
+    check_ramp(outage.after)
+    deployment.check_everything_once(retries=0)
+
+
+def test_a_rate_limit_costs_the_endpoint_one_request_per_hint_and_the_messages_no_retry(deploy, measured):
+    """429 with Retry-After 0.5 s for 5 s: about one request per hint instead of 200, and nobody loses a retry."""
+    deployment = guarded_chat(deploy, ceiling=4, env={**cooldowns(0.05, 0.1), "APP_MAX_RETRIES": "3"})
+    start_groups(deployment, 2)
+    limited = {"fault": Fault.STATUS, "status": 429, "headers": {"retry-after": "0.5"}}
+    deployment.server.script([Step(to_s=5.0, **limited)], starts="first_call")
+    ids = deployment.send("orchestrate", 200)
+    deployment.wait_done(ids, 40)
+    calls = calls_of(deployment.server)
+    outage = outage_in(calls)
+    limited_calls = [one for one in calls if one.status == 429]
+    measured("requests_during_outage", len(limited_calls))
+    measured("pauses_s", outage.pauses())
+    check_pauses(outage.pauses(), [0.5] * len(outage.pauses()))
+    assert len(outage.burst) <= 4
+    assert len(outage.probes) - 1 <= 10, "one request per half second for five seconds"
+    assert len({one.message_id for one in limited_calls}) == len(limited_calls), "no message was charged twice"
+    assert len(calls) == len(limited_calls) + len(ids)
+    deployment.check_everything_once(retries=0)
+
+
+@pytest.mark.parametrize("ill_probes", [4, 0], ids=["ill", "healthy"])
+def test_of_16_processes_one_probes_in_each_half_open_period(deploy, measured, ill_probes):
+    """200 messages stand ready in 16 processes when a pause ends: one request, not a herd, until the breaker closes."""
+    deployment = guarded_chat(deploy, ceiling=8)
+    start_groups(deployment, 1, processes=16, threads=1)
+    # Given a breaker that has tripped, with everything parked
+    deployment.server.script(
+        [
+            Step(calls=(1, 8), fault=Fault.STATUS, status=503, after_ms=800),
+            Step(calls=(9, 8 + ill_probes), fault=Fault.STATUS, status=503),
+        ][: 1 + bool(ill_probes)]
+    )
+    ids = deployment.send("orchestrate", 200)
+    # When the pauses end one after another, four times before a server that is still ill
+    deployment.wait_done(ids, 40)
+    # Then each of them ended with exactly one request
+    calls = calls_of(deployment.server)
+    outage = outage_in(calls)
+    measured("requests_during_outage", len(outage.burst) + len(outage.probes) - 1)
+    measured("pauses_s", outage.pauses())
+    assert len(outage.burst) == 8
+    check_pauses(outage.pauses(), series(BASE_S, MOST_S, ill_probes + 1))
+    check_one_at_a_time(outage.probes)
+    check_ramp(outage.after)
+    assert len(calls) == 8 + ill_probes + len(ids)
+    deployment.check_everything_once(retries=0)
+
+
+def test_the_longest_hint_of_one_answer_binds_all_workers_and_never_shortens_a_cooldown(deploy, measured):
+    """Retry-After, retry-after-ms, both in conflict, a hint below the cooldown, none: in two shapes of exception."""
+    # Given five endpoints whose first call is answered 429, each with other headers, and cooldowns of 0.4 s
+    hints = {
+        "seconds": ({"retry-after": "1.5"}, 1.5),
+        "milliseconds": ({"retry-after-ms": "750"}, 0.75),
+        "conflict": ({"retry-after": "1.5", "retry-after-ms": "750"}, 1.5),
+        "short": ({"retry-after-ms": "100"}, 0.4),
+        "none": ({}, 0.4),
+    }
+    deployment = deploy(
+        **serving(*hints, ceiling=4, base_ms=20),
+        env=cooldowns(0.4, 0.4),
+    )
+    start_groups(deployment, 2)
+    deployment.server.script(
+        [
+            Step(endpoint=name, calls=(1, 1), fault=Fault.STATUS, status=429, headers=headers)
+            for name, (headers, _) in hints.items()
+        ]
+    )
+    # When one message each has met it, and many more come that both groups could run
+    for index, name in enumerate(hints):
+        deployment.send("ask_with", args=(("httpx", "cause")[index % 2],), guard_model=name)
+    deployment.server.wait_until(lambda stats: all(stats[name].statuses.get("429") for name in hints))
+    with closing(deployment.store()) as store:
+        wait_until(lambda: all(store.snapshot().endpoints[name].breaker == "open" for name in hints), 5, "all open")
+    for name in hints:
+        deployment.send("ask_with", 20, args=("httpx",), guard_model=name)
+    deployment.wait_done(deployment.sent, 20)
+    # Then no worker came earlier than the longest hint, nor earlier than the cooldown
+    pauses = {name: outage_in(calls_of(deployment.server, name)).pauses() for name in hints}
+    measured("pauses_s", pauses)
+    for name, (_, pause_s) in hints.items():
+        check_pauses(pauses[name], [pause_s])
+    deployment.check_everything_once(retries=0)

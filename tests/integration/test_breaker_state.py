@@ -1,0 +1,114 @@
+"""The breaker's state belongs to all processes: none that comes or goes, and no missing key, changes what it says."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from guard_middleware.store import keys
+from guard_middleware.testing.model_server import Fault, Step
+from tests.support.deployment import wait_until
+from tests.support.outage import (
+    APP,
+    calls_of,
+    check_pauses,
+    check_ramp,
+    cooldowns,
+    looking_at,
+    outage_in,
+    serving,
+    start_groups,
+)
+
+pytestmark = pytest.mark.slow
+
+CHAT = serving("chat", ceiling=4, base_ms=20)
+
+
+def test_processes_that_start_and_stop_change_nothing_about_a_pause(deploy, measured):
+    """Five processes start and three stop while the breaker is open: its end stays one instant, kept by all."""
+    # Given a breaker that a server has asked to stay open for 6 s, and 20 messages parked
+    deployment = deploy(**CHAT, env=cooldowns(0.2, 1.0))
+    start_groups(deployment, 1)
+    steps = [Step(calls=(1, 1), fault=Fault.STATUS, status=503, headers={"retry-after": "6"})]
+    deployment.server.script(steps)
+    ids = deployment.send("orchestrate")
+    ends_at_ms, generations = [], set()
+    with closing(deployment.store()) as store:
+
+        def note():
+            snapshot = store.snapshot()
+            chat = snapshot.endpoints["chat"]
+            assert chat.breaker == "open"
+            ends_at_ms.append(snapshot.at_ms + chat.open_for_ms)
+            generations.add(chat.generation)
+            return len(snapshot.processes)
+
+        wait_until(lambda: store.snapshot().endpoints["chat"].breaker == "open", 5, "open")
+        ids += deployment.send("orchestrate", 20)
+        # When five processes start one after another, and three of the six stop
+        for count in range(5):
+            deployment.start(threads=4, module=APP, wait=False)
+            wait_until(lambda wanted=count + 2: note() >= wanted, 10, "one more process")
+        for group in deployment.groups[:3]:
+            group.terminate()
+            note()
+        assert note() == 3
+    # Then every look at it saw the same end, and no call came before it
+    measured("looks", len(ends_at_ms))
+    assert max(ends_at_ms) - min(ends_at_ms) == 0
+    assert generations == {1}
+    deployment.wait_done(ids, 15)
+    outage = outage_in(calls_of(deployment.server))
+    measured("pauses_s", outage.pauses())
+    check_pauses(outage.pauses(), [6.0])
+    check_ramp(outage.after)
+    deployment.check_everything_once(retries=0)
+
+
+def test_missing_state_means_closed(deploy):
+    """The breaker's record is deleted while it is open and everything is parked: all goes on, and nothing raises."""
+    deployment = deploy(**CHAT, env={**cooldowns(60, 60), "GUARD_HEARTBEAT_S": "0.5"})
+    start_groups(deployment, 2)
+    deployment.server.script([Step(calls=(1, 1), fault=Fault.STATUS, status=503)])
+    ids = deployment.send("orchestrate")
+    with looking_at(deployment) as look:
+        wait_until(lambda: look().breaker == "open", 5, "open")
+        ids += deployment.send("orchestrate", 20)
+        wait_until(lambda: sum(look().waiting.values()) == 21, 5, "everything parked")
+        # When its record is gone
+        assert deployment.redis.hdel(keys.state(keys.root(deployment.namespace)), "breaker:chat") == 1
+        # Then it is closed, with defaults, and the next heartbeat lets everything go
+        assert (look().breaker, look().trips, look().generation) == ("closed", 0, 0)
+        deployment.wait_done(ids, 10)
+    assert deployment.server.stats()["chat"].most_in_flight <= 4
+    deployment.check_everything_once(retries=0)
+    for group in deployment.groups:
+        assert "guard.beat_failed" not in group.log
+        assert "Traceback" not in group.log
+
+
+def test_failures_are_counted_over_processes_that_come_and_go(deploy):
+    """Threshold 3: two failures in one process, which ends; the third, in a process started later, opens."""
+    deployment = deploy(**CHAT, env={**cooldowns(0.5, 1.0), "MODEL_BREAKER_FAIL_THRESHOLD": "3"})
+    deployment.server.script([Step(calls=(1, 3), fault=Fault.STATUS, status=503)])
+    # Given two real failures in a first process, of messages that may not be retried
+    (first,) = start_groups(deployment, 1)
+    failed = deployment.send("orchestrate", 2, max_retries=0)
+    wait_until(lambda: len(deployment.dead().get("orchestration", [])) == 2, 5, "two failures")
+    with looking_at(deployment) as look:
+        assert look().breaker == "closed"
+        # When another process starts, and the first one ends
+        start_groups(deployment, 1)
+        first.terminate()
+        (third,) = deployment.send("orchestrate")
+        # Then the third failure opens
+        wait_until(lambda: look().breaker == "open", 5, "open")
+        assert (look().trips, look().generation) == (1, 1)
+    deployment.wait_done([third], 5)
+    check_pauses(outage_in(calls_of(deployment.server), threshold=3).pauses(), [0.5])
+    # ...and the dead letters are the two that really failed
+    deployment.wait_idle()
+    assert sorted(deployment.dead()["orchestration"]) == sorted(failed)
+    assert deployment.done_ids() == {third: 1}

@@ -1,0 +1,312 @@
+"""Random plays: what processes, brokers, operators and time do to one guard, drawn from bytes.
+
+Each step is eight bytes: which move, and what it is about. So Hypothesis can shrink a play, and a loop over seeds can
+make many.
+"""
+
+from __future__ import annotations
+
+from guard_middleware.core.commands import (
+    Action,
+    Ask,
+    Beat,
+    Configure,
+    Finish,
+    Held,
+    Message,
+    Operate,
+    ParkAs,
+    Status,
+)
+from guard_middleware.core.outcome import Outcome
+from guard_middleware.core.values import EndpointSpec, Published, Rules
+from tests.property.twin import Twin
+
+NAMESPACES = ("da", "db")
+QUEUES = (("da", "q"), ("db", "r"), ("da", "s"))
+ALPHA, BETA, GAMMA = "alpha:é {1}", "beta", "gamma"
+ENDPOINTS = (ALPHA, BETA, GAMMA, ALPHA, GAMMA)
+PROCESSES = ("p1", "p2", "P3")
+STEPS_MS = (1, 0, 7, 49, 50, 51, 199, 500, 501, 999, 1_000, 2_001, 3_999, 4_001, 9_000, 15_000, 15_001, 31_000, 60_000)
+RULES = Rules(lease_ms=15_000, heartbeat_ms=2_000, ageing_ms=10_000, max_overloads=2, probe_deadline_ms=5_000)
+BUDGETS = {"gpu": 5}
+
+
+def endpoints(variant):
+    """What a process publishes; the variants differ a little, as during a deploy."""
+    return (
+        EndpointSpec(id=ALPHA, ceiling=4 - variant % 2, floor=1, group="gpu", fallback=BETA, max_cooldown_ms=4_000),
+        EndpointSpec(id=BETA, ceiling=2, reserve=0 if variant == 2 else None, fail_threshold=2),
+        *((EndpointSpec(id=GAMMA, ceiling=3, floor=1, group="gpu", breaker=variant != 1),) if variant < 3 else ()),
+    )
+
+
+class Play:
+    """One guard, three processes, and what they know."""
+
+    def __init__(self, client, namespace):
+        self.twin = Twin(client, namespace, namespaces=NAMESPACES)
+        self.number = 0
+        self.enqueued, self.done = {}, set()
+        self.fetched, self.leases, self.callers, self.commands = [], {}, [], []
+        self.beats = dict.fromkeys(PROCESSES, 0)
+        self.asserted, self.log = set(), []
+        self.moves = (
+            (self.admit_fetched, 16), (self.finish, 16), (self.beat, 10), (self.advance, 14), (self.enqueue, 10),
+            (self.caller, 10), (self.again, 8), (self.confirm, 3), (self.flush, 2), (self.requeue, 2),
+            (self.operate, 6), (self.configure, 3), (self.foreign_finish, 2),
+        )  # fmt: skip
+        self.table = [move for move, weight in self.moves for _ in range(weight)]
+        for index, process in enumerate(PROCESSES):
+            self.ask(Configure(process=process, published=self.published(0), first_start_hold_ms=0))
+            self.send_beat(process, queues=QUEUES[: index + 1] if index < 2 else ())
+
+    def published(self, variant):
+        return Published(endpoints=endpoints(variant), budgets=BUDGETS, rules=RULES, revision=variant // 4)
+
+    def step(self, eight):
+        self.table[eight[0] % len(self.table)](*eight[1:])
+        self.check()
+
+    # -- moves -------------------------------------------------------------------------------------------------------
+
+    def ask(self, command):
+        self.log.append((self.twin.now_ms, command))
+        reply = self.twin.ask(command)
+        self.log.append(reply)
+        self.commands.append(command)
+        for take in reply.takes:
+            process = getattr(command, "process", "")
+            message = Message(
+                namespace=take.queue[0], queue=take.queue[1], id=take.message_id, worker=self.worker(process)
+            )
+            if take.lease:
+                self.leases[take.lease] = (process, take.home, take.rank, message, take)
+            else:  # too old, or too costly: the broker ends it
+                self.finish_message(message)
+        return reply
+
+    def worker(self, process):
+        return f"w{process}"
+
+    def new_id(self, prefix):
+        self.number += 1
+        return f"{prefix}{self.number}"
+
+    def advance(self, a, *_):
+        self.twin.now_ms += STEPS_MS[a % len(STEPS_MS)]
+        self.log.append(self.twin.now_ms)
+
+    def enqueue(self, a, b, *_):
+        for _ in range(1 + b % 3):
+            queue = QUEUES[a % len(QUEUES)]
+            message_id = self.new_id("m")
+            self.enqueued[message_id] = queue
+            self.twin.enqueue(queue, message_id, f"payload of {message_id}\0".encode())
+
+    def admit_fetched(self, a, b, c, d, e, f, _):
+        """A worker thread gets a message, and asks for it."""
+        queue = QUEUES[a % len(QUEUES)]
+        process = PROCESSES[b % len(PROCESSES)]
+        worker = self.worker(process)
+        message_id = self.twin.fetch(queue, worker)
+        if message_id is None:
+            if not self.fetched:
+                return
+            process, endpoint, rank, cost, message = self.fetched[c % len(self.fetched)]
+        else:
+            endpoint, rank, cost = ENDPOINTS[c % len(ENDPOINTS)], (1, 0, 3, 3)[d % 4], (1, 1, 1, 2, 3, 9)[e % 6]
+            message = Message(namespace=queue[0], queue=queue[1], id=message_id, worker=worker)
+            if f % 8 == 7:  # only prefetched
+                self.fetched.append((process, endpoint, rank, cost, message))
+                return
+        lease = self.new_id("L")
+        deadline = self.twin.now_ms + 1_000 * (f % 16) if f % 5 == 0 else 0
+        reply = self.ask(
+            Ask(
+                process=process, lease=lease, endpoint=endpoint, rank=rank, cost=cost, message=message,
+                take=f % 2, idle=f % 4 - 1, deadline_ms=deadline,
+            )
+        )  # fmt: skip
+        if reply.status is Status.ADMITTED:
+            self.leases[lease] = (process, endpoint, rank, message, reply)
+        elif reply.status in (Status.IMPOSSIBLE, Status.GONE):
+            self.finish_message(message)
+
+    def caller(self, a, b, c, d, e, *_):
+        process, endpoint = PROCESSES[a % len(PROCESSES)], ENDPOINTS[b % len(ENDPOINTS)]
+        lease = self.new_id("C")
+        if e % 4 == 3 and self.callers:
+            process, endpoint, lease = self.callers[d % len(self.callers)]
+        reply = self.ask(
+            Ask(
+                process=process, lease=lease, endpoint=endpoint, rank=(1, 0, 3)[c % 3], cost=(1, 1, 2, 3)[d % 4],
+                wait=e % 4 > 0, slot=e % 4 == 0, idle=-1,
+            )
+        )  # fmt: skip
+        self.callers.append((process, endpoint, lease))
+        if reply.status is Status.ADMITTED:
+            self.leases[lease] = (process, endpoint, 1, None, reply)
+
+    def finish(self, a, b, c, d, e, f, _):
+        if not self.leases:
+            return
+        lease = list(self.leases)[a % len(self.leases)]
+        process, home, rank, message, _ = self.leases[lease]
+        outcome = (
+            Outcome.SUCCESS,
+            Outcome.OVERLOAD,
+            Outcome.BENIGN,
+            Outcome.SUCCESS,
+            Outcome.NEUTRAL,
+            Outcome.IGNORED,
+        )[b % 6]
+        park = (ParkAs.NO, ParkAs.OVERLOADED, ParkAs.DENIED)[c % 3]
+        if message is None or (park is ParkAs.OVERLOADED and outcome is not Outcome.OVERLOAD):
+            park = ParkAs.NO
+        reply = self.ask(
+            Finish(
+                process=process, lease=lease, outcome=outcome, retry_after_ms=(0, 0, 3_000)[d % 3], home=home,
+                rank=rank, message=message, park=park, take=e % 3 if message else 0, idle=f % 4 - 1,
+            )
+        )  # fmt: skip
+        if f % 16 < 15:  # else it does not know that it has ended
+            self.leases.pop(lease, None)
+        if reply.status is Status.FINISHED and message is not None:
+            self.finish_message(message)
+
+    def foreign_finish(self, a, b, *_):
+        """Nonsense that may happen: a lease nobody gave, a message of somebody else."""
+        message = None
+        if self.enqueued:
+            message_id = list(self.enqueued)[a % len(self.enqueued)]
+            queue = self.enqueued[message_id]
+            message = Message(namespace=queue[0], queue=queue[1], id=message_id, worker=self.worker(PROCESSES[b % 3]))
+        reply = self.ask(
+            Finish(
+                process=PROCESSES[b % 3], lease=self.new_id("F"), outcome=Outcome.SUCCESS, home=ENDPOINTS[a % 5],
+                message=message, take=1, idle=1,
+            )
+        )  # fmt: skip
+        if reply.status is Status.FINISHED and message is not None:
+            self.finish_message(message)
+
+    def finish_message(self, message):
+        if self.twin.ack(message):
+            self.done.add(message.id)
+
+    def confirm(self, a, b, *_):
+        """A taken message waited in the process, and asks again with its lease."""
+        taken = [lease for lease, one in self.leases.items() if one[3] is not None]
+        if not taken:
+            return
+        lease = taken[a % len(taken)]
+        process, home, rank, message, _ = self.leases[lease]
+        reply = self.ask(
+            Ask(
+                process=process, lease=lease, endpoint=home, rank=rank, message=message, take=1, idle=b % 3 - 1,
+                confirm=True,
+            )
+        )  # fmt: skip
+        if reply.status is not Status.ADMITTED:
+            self.leases.pop(lease, None)
+
+    def beat(self, a, b, c, d, e, f, g):
+        process = PROCESSES[a % len(PROCESSES)]
+        mine = [lease for lease, one in self.leases.items() if one[0] == process]
+        named = tuple(lease for index, lease in enumerate(mine) if b >> index % 8 & 1 or b < 128)
+        give_back = tuple(lease for index, lease in enumerate(mine) if c == 128 + index % 16)
+        asserts = ()
+        if d % 4 == 3:
+            asserts = tuple(self.held(lease) for lease in mine)
+            self.asserted.update(mine)
+        for lease in give_back:
+            self.leases.pop(lease, None)
+        queues = (QUEUES[: 1 + PROCESSES.index(process)], QUEUES, QUEUES[1:], ())[(0, 0, 0, 1, 1, 2, 3, 0)[e % 8]]
+        self.send_beat(
+            process, queues=queues if process != "P3" or e % 8 == 4 else (), take=f % 3, idle=g % 4, leases=named,
+            give_back=give_back, asserts=asserts, leaving=f % 32 == 31, outstanding=tuple(f"L{self.number}"[: f % 4]),
+        )  # fmt: skip
+
+    def send_beat(self, process, **more):
+        self.beats[process] += 1
+        worker = "" if process == "P3" else self.worker(process)
+        self.ask(Beat(process=process, id=f"b{process}{self.beats[process]}", worker=worker, **more))
+
+    def held(self, lease):
+        process, home, rank, message, given = self.leases[lease]
+        assert process
+        return Held(
+            lease=lease, endpoint=given.endpoint or home, home=home, rank=rank, cost=getattr(given, "cost", 1) or 1,
+            generation=given.generation, message=message,
+        )  # fmt: skip
+
+    def again(self, a, *_):
+        """A reply was lost, and the command comes again."""
+        if self.commands:
+            command = self.commands[-1 - a % min(12, len(self.commands))]
+            if isinstance(command, Beat):
+                self.asserted.update(held.lease for held in command.asserts)
+            reply = self.ask(command)
+            message = getattr(command, "message", None)
+            if isinstance(command, Finish) and reply.status is Status.FINISHED and message is not None:
+                self.finish_message(message)
+
+    def flush(self, a, *_):
+        if self.enqueued:
+            message_id = list(self.enqueued)[a % len(self.enqueued)]
+            self.twin.flush(self.enqueued[message_id], message_id)
+            self.done.add(message_id)
+
+    def requeue(self, a, *_):
+        """Dramatiq takes a worker for dead."""
+        process = PROCESSES[a % 2]
+        for (namespace, worker, queue), ids in list(self.twin.reference.broker.acks.items()):
+            if worker == self.worker(process):
+                for message_id in sorted(ids):
+                    self.twin.requeue(Message(namespace=namespace, queue=queue, id=message_id, worker=worker))
+
+    def operate(self, a, b, c, d, *_):
+        endpoint = ENDPOINTS[b % 5]
+        action = (
+            Action.OPEN, Action.CLOSE, Action.RESET, Action.OVERRIDE, Action.CLEAR_OVERRIDE, Action.PAUSE,
+            Action.RESUME, Action.RESUME, Action.DRAIN, Action.WITHDRAW, Action.FORGET,
+        )[a % 11]  # fmt: skip
+        target, value = endpoint, c % 3 * 400
+        if action is Action.OVERRIDE:
+            value = c % 6
+        elif action is Action.DRAIN:
+            value = c % 3
+        elif action is Action.WITHDRAW:
+            target = self.callers[c % len(self.callers)][2] if self.callers else "nobody"
+        elif action is Action.FORGET:
+            target = PROCESSES[c % 3]
+        self.ask(Operate(action=action, target=target, value=value, queue=QUEUES[d % 3], force=d % 2 == 0))
+
+    def configure(self, a, b, c, *_):
+        self.ask(
+            Configure(
+                process=PROCESSES[a % 3], published=self.published(b % 6), epoch="other" if c % 4 == 0 else "",
+                first_start_hold_ms=-1,
+            )
+        )  # fmt: skip
+
+    # -- what must hold ----------------------------------------------------------------------------------------------
+
+    def check(self):
+        stored = self.twin.compare()
+        self.check_nothing_lost(stored)
+
+    def check_nothing_lost(self, stored):
+        """I3: every message is in one place: its queue, an ack set, a line, beside a line, or done."""
+        places = dict.fromkeys(self.enqueued, 0)
+        found = [message for ids in stored["queues"].values() for message in ids]
+        found += [message for ids in stored["acks"].values() for message in ids]
+        found += [waiter for line, waiters in stored["lines"].items() if line[2] for waiter, _ in waiters]
+        found += [waiter for line, waiter in stored["held_back"] if line[2]]
+        for message in found:
+            places[message] += 1
+        lost = [one for one, count in places.items() if count == 0 and one not in self.done]
+        twice = [one for one, count in places.items() if count > 1]
+        assert not lost, f"lost: {lost}"
+        assert not twice, f"in two places: {twice}"
