@@ -110,6 +110,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._granted = threading.Condition()
         self._grants: set[str] = set()
+        self._beating = threading.RLock()
         self._timer_lock = threading.Lock()
         self._timer_at_s = float("inf")
         self._extra = 0
@@ -261,32 +262,39 @@ class Heartbeat:
     def beat(self, extra: int = 0) -> None:
         """Beat once: renew, report, give back, take; assert again what was lost while its call runs.
 
+        One beat at a time: the store gives back what a beat does not name only if it is older than the beat before.
+
         Raises:
             StoreUnavailable: there was no usable answer; the next beat names everything again.
         """
+        with self._beating:
+            given_back = self.holdings.give_back(older_than_s=0 if self._leaving else self.heartbeat_s)
+            lost = self._send(self._compose(extra, give_back=given_back))
+            if lost:
+                for held in lost:
+                    events.warning("guard.lease_lost", endpoint=held.endpoint, lease=held.lease)
+                self._send(self._compose(0, asserts=lost))
+        self.host.beaten()
+
+    def _compose(self, extra: int, *, give_back: tuple[str, ...] = (), asserts: tuple[Held, ...] = ()) -> Beat:
+        """A beat that names everything as of now: what is not named goes back."""
         leaving = self._leaving
-        given_back = self.holdings.give_back(older_than_s=0 if leaving else self.heartbeat_s)
         idle = 0 if leaving else self.host.idle()
         leases, outstanding = self.holdings.named()
-        beat = Beat(
+        return Beat(
             process=self.process,
             id=new_id(),
-            take=max(idle, extra if not leaving else 0),
+            take=0 if leaving else max(idle, extra),
             idle=idle,
             queues=() if leaving else self.host.queues(),
             worker=self.host.worker,
             leases=leases,
             outstanding=outstanding,
-            give_back=given_back,
+            give_back=give_back,
+            asserts=asserts,
             leaving=leaving,
             epoch=self._epoch,
         )
-        asserts = self._send(beat)
-        if asserts:
-            for held in asserts:
-                events.warning("guard.lease_lost", endpoint=held.endpoint, lease=held.lease)
-            self._send(replace(beat, id=new_id(), take=0, leases=(), give_back=(), asserts=asserts))
-        self.host.beaten()
 
     def _send(self, beat: Beat) -> tuple[Held, ...]:
         sent_at_s = time.monotonic()

@@ -206,6 +206,8 @@ class Holdings:
                     continue
                 if lease not in gone:
                     holding.confirmed_at_s = sent_at_s
+                elif lease in self._outstanding:
+                    continue  # its own finish is on the way, and the store has carried it out
                 elif holding.running:
                     asserts.append(holding.held())
                 else:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -70,13 +71,14 @@ def watch(client: httpx.Client, server: ModelServer, name: str, until: str) -> l
 
 
 def ends(pid: int) -> bool:
-    """Tell whether a process that is not ours ends soon; kill it if it does not."""
-    deadline = time.monotonic() + 5
+    """Tell whether a process that is not our child ends soon; kill it if it does not."""
+    deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+        state = subprocess.run(
+            ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+        ).stdout
+        if not state or state.startswith("Z"):  # a zombie has ended, whether or not anybody asked how
             return True
-        time.sleep(0.02)
+        time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
     return False

@@ -11,9 +11,10 @@ from itertools import pairwise
 
 import pytest
 
-from guard_middleware.testing.model_server import Fault, Step
+from guard_middleware.testing.model_server import Fault, HostMemory, Step
 from tests.support.deployment import wait_until
 from tests.support.outage import (
+    START_S,
     attempts_of,
     calls_of,
     check_one_at_a_time,
@@ -40,28 +41,29 @@ def guarded_chat(deploy, *, ceiling: int = CEILING, env: dict[str, str] | None =
     """A deployment with one endpoint and short cooldowns."""
     return deploy(
         **serving("chat", ceiling=ceiling, base_ms=20),
+        host=HostMemory(dark_s=0, loading_s=0),
         env={**cooldowns(BASE_S, MOST_S), **(env or {})},
     )
 
 
 @pytest.mark.parametrize(
-    ("fault", "timeout_s"),
+    "fault",
     [
-        ({"fault": Fault.STATUS, "status": 503}, 30),
-        ({"fault": Fault.STATUS, "status": 429}, 30),
-        ({"fault": Fault.HANG}, 1),
+        {"fault": Fault.STATUS, "status": 503},
+        {"fault": Fault.STATUS, "status": 429},
+        {"fault": Fault.HANG},
     ],
     ids=["503", "429", "timeout"],
 )
-def test_an_ill_server_gets_one_request_per_pause_and_each_pause_is_twice_as_long(deploy, measured, fault, timeout_s):
+def test_an_ill_server_gets_one_request_per_pause_and_each_pause_is_twice_as_long(deploy, measured, fault):
     """After the trip the server sees single probes after 0.2, 0.4, 0.8, 1.6, 1.6 s, and then all messages once."""
     # Given 3 worker processes, 60 messages, and a server that fails a full burst and 4 probes
-    deployment = guarded_chat(deploy, env={"APP_CLIENT_TIMEOUT_S": str(timeout_s)})
+    failing = CEILING + 4
+    hangs = fault["fault"] is Fault.HANG
+    deployment = guarded_chat(deploy, env={"APP_IMPATIENT_CALLS": str(failing)} if hangs else {})
     start_groups(deployment, 3)
-    slowly = {"after_ms": 800} if fault["fault"] is Fault.STATUS else {}
-    deployment.server.script(
-        [Step(calls=(1, CEILING), **fault, **slowly), Step(calls=(CEILING + 1, CEILING + 4), **fault)]
-    )
+    slowly = {} if hangs else {"after_ms": 800}
+    deployment.server.script([Step(calls=(1, CEILING), **fault, **slowly), Step(calls=(CEILING + 1, failing), **fault)])
     # When the messages come all at once
     ids = deployment.send("orchestrate", 60)
     deployment.wait_done(ids, 30)
@@ -75,7 +77,7 @@ def test_an_ill_server_gets_one_request_per_pause_and_each_pause_is_twice_as_lon
     check_one_at_a_time(outage.probes)
     # ...and it recovered without a wave, above no ceiling, with nobody's retries touched
     check_ramp(outage.after)
-    assert len(calls) == CEILING + 4 + len(ids)
+    assert len(calls) == failing + len(ids)
     assert deployment.server.stats()["chat"].most_in_flight == CEILING
     deployment.check_everything_once(retries=0)
 
@@ -155,17 +157,15 @@ def test_a_rate_limit_costs_the_endpoint_one_request_per_hint_and_the_messages_n
 @pytest.mark.parametrize("ill_probes", [4, 0], ids=["ill", "healthy"])
 def test_of_16_processes_one_probes_in_each_half_open_period(deploy, measured, ill_probes):
     """200 messages stand ready in 16 processes when a pause ends: one request, not a herd, until the breaker closes."""
+    # Given 8 calls in flight that are cut off all at once, and a server that is ill for some probes more
     deployment = guarded_chat(deploy, ceiling=8)
     start_groups(deployment, 1, processes=16, threads=1)
-    # Given a breaker that has tripped, with everything parked
-    deployment.server.script(
-        [
-            Step(calls=(1, 8), fault=Fault.STATUS, status=503, after_ms=800),
-            Step(calls=(9, 8 + ill_probes), fault=Fault.STATUS, status=503),
-        ][: 1 + bool(ill_probes)]
-    )
+    ill = Step(calls=(9, 8 + ill_probes), fault=Fault.STATUS, status=503)
+    deployment.server.script([Step(calls=(1, 8), fault=Fault.HANG), *([ill] if ill_probes else [])])
     ids = deployment.send("orchestrate", 200)
-    # When the pauses end one after another, four times before a server that is still ill
+    deployment.server.wait_until(lambda stats: stats["chat"].in_flight == 8, START_S)
+    deployment.server.kill_host()
+    # When the pauses end one after another
     deployment.wait_done(ids, 40)
     # Then each of them ended with exactly one request
     calls = calls_of(deployment.server)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import fields, replace
 
 import hypothesis
+import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from guard_middleware.core.breaker import Breaker
 from guard_middleware.core.commands import Action, Operate, ParkAs, Status
@@ -208,34 +210,23 @@ class Watched(Reference):
 PROCESSES = ["p1", "p2", "p3"]
 QUEUES = {"p1": ("q1", "q2"), "p2": ("q1",), "p3": ("q2",)}
 ENDPOINTS = ["a", "b", "c"]
-ENDINGS = st.sampled_from([Outcome.SUCCESS] * 4 + [Outcome.OVERLOAD] * 2 + [Outcome.BENIGN, Outcome.NEUTRAL, Outcome.IGNORED])
+ENDINGS = [Outcome.SUCCESS] * 5 + [Outcome.OVERLOAD] * 3 + [Outcome.BENIGN, Outcome.NEUTRAL, Outcome.IGNORED]
+OFTEN = ["arrive"] * 5 + ["finish"] * 6 + ["beat"] * 4 + ["call", "ask_again", "confirm"] + ["wait"] * 3 + ["live_on"]
+SELDOM = ["silence", "one_is_slow", "end_process", "publish", "drain", "flush", "redeliver"] + ["operate"] * 3
 
 
-def configurations():
-    """Three endpoints: `a` falls back to `b`; `a` and `c` may share a budget."""
-
-    def build(ceilings, reserve, floor, budget, threshold, breaker):
-        one, two, three = ceilings
-        shared = {"reserve": reserve, "fail_threshold": threshold}
-        grouped = {**shared, "group": "gpu"}
-        floor = min(floor, three, budget - 1)
-        return (
-            (
-                spec("a", one, fallback="b", **grouped),
-                spec("b", two, breaker=breaker, **shared),
-                spec("c", three, floor=floor, **grouped),
-            ),
-            {"gpu": budget},
-        )
-
-    return st.builds(
-        build,
-        st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4)),
-        st.sampled_from([None, 0, 1]),
-        st.integers(0, 2),
-        st.integers(2, 6),
-        st.integers(1, 2),
-        st.booleans(),
+def configuration(pick):
+    """Three endpoints: `a` falls back to `b`; `a` and `c` share a budget."""
+    budget = pick([3, 4, 6])
+    last = pick([1, 2, 4])
+    shared = {"reserve": pick([None, 0, 1]), "fail_threshold": pick([1, 1, 2])}
+    return (
+        (
+            spec("a", pick([1, 2, 3, 5]), fallback=pick(["b", "b", ""]), group="gpu", **shared),
+            spec("b", pick([1, 2, 3]), breaker=pick([True, True, False]), **shared),
+            spec("c", last, floor=min(pick([0, 1, 2]), last, budget - 2), group="gpu", **shared),
+        ),
+        {"gpu": budget},
     )
 
 
@@ -262,15 +253,18 @@ def without_advice(reply):
     return replace(reply, woken=(), waiting=0)
 
 
-class Commands(RuleBasedStateMachine):
-    """Any commands in any order, by processes that keep the contract, are slow, or die."""
+class Chaos:
+    """Any commands in any order, by processes that keep the contract, are slow, or die.
 
-    @initialize(configuration=configurations())
-    def begin(self, configuration):
-        endpoints, budgets = configuration
+    `pick` chooses one of a sequence: Hypothesis or a seeded generator does it.
+    """
+
+    def __init__(self, pick):
+        self.pick = pick
+        endpoints, budgets = configuration(pick)
         self.world = World(*endpoints, budgets=budgets, rules=RULES, workers=(), rule=Watched())
         self.waiting = {}
-        self.lost = {}
+        self.lost = set()
         self.redelivered = set()
         self.names = 0
         for name in PROCESSES:
@@ -286,236 +280,198 @@ class Commands(RuleBasedStateMachine):
     def running(self):
         return [call for name in self.alive for call in self.world.workers[name].calls.values()]
 
-    def twice(self, verb, command, again):
-        """Carry a command out ahead of the world, which then repeats it as a client whose reply was lost."""
-        if again:
+    def twice(self, verb, command):
+        """I11: now and then carry a command out ahead of the world, which then repeats it as if its reply was lost."""
+        if self.pick([False, True]):
             first = getattr(self.world.rule, verb)(command, self.world.now)
             if not all(take.lease for take in first.takes):
                 return  # what is handed over without a permit is handed over once
             before = tidy(self.world.rule)
             repeated = getattr(self.world.rule, verb)(command, self.world.now)
-            assert without_advice(repeated) == without_advice(first), ("I11: another answer", repeated, first)
+            assert without_advice(repeated) == without_advice(first), "I11: another answer"
             assert tidy(self.world.rule) == before, "I11: another state"
 
-    def ask(self, ask, again):
-        self.twice("admit", ask, again)
+    def ask(self, ask):
+        self.twice("admit", ask)
         call = self.world.admit(ask)
-        if call.status is Status.WAITING:
-            self.waiting[ask.lease] = ask
-        else:
-            self.waiting.pop(ask.lease, None)
-        assert call.status is not Status.UNCONFIGURED or ask.process not in self.world.rule.state.processes
-        if call.status is Status.UNCONFIGURED:  # the process was taken for dead: as its client does, publish and repeat
+        if call.status is Status.UNCONFIGURED:  # taken for dead, or another configuration applied: publish, repeat
+            assert ask.process not in self.world.rule.state.processes
             self.world.configure(ask.process)
             self.world.beat(ask.process)
             call = self.world.admit(ask)
-            if call.status is Status.WAITING:
-                self.waiting[ask.lease] = ask
+        self.waiting.pop(ask.lease, None)
+        if call.status is Status.WAITING:
+            self.waiting[ask.lease] = ask
         if call.status is Status.IMPOSSIBLE and ask.message is not None:
             self.world.ack(ask.message)  # dead-lettered
-        return call
 
-    # -- rules -------------------------------------------------------------------------------------------------------
+    # -- what happens often ------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.alive)
-    @rule(
-        data=st.data(),
-        endpoint=st.sampled_from(ENDPOINTS),
-        rank=st.sampled_from([0, 1, 1, 3, 3]),
-        cost=st.sampled_from([1, 1, 1, 2, 3]),
-        take=st.integers(0, 1),
-        idle=st.integers(-1, 2),
-        age=st.sampled_from([0, 0, 0, 5_000]),
-        again=st.booleans(),
-    )
-    def arrive(self, data, endpoint, rank, cost, take, idle, age, again):
-        process = data.draw(st.sampled_from(self.alive))
-        queue = data.draw(st.sampled_from(QUEUES[process[:2]]))
-        self.world.enqueue(queue)
-        waiting = self.world.rule.broker.queues[NAMESPACE, queue]
-        waiting.insert(0, waiting.pop())
-        deadline_ms = self.world.now + age if age else 0
-        more = {"rank": rank, "cost": cost, "take": take, "idle": idle, "deadline_ms": deadline_ms}
-        self.ask(self.world.command(process, endpoint, message=self.world.fetch(process, queue), **more), again)
+    def arrive(self):
+        process = self.pick(self.alive)
+        queue = self.pick(QUEUES[process[:2]])
+        endpoint = self.pick(ENDPOINTS)
+        for _ in range(self.pick([1, 1, 2, 4])):
+            self.world.enqueue(queue)
+            waiting = self.world.rule.broker.queues[NAMESPACE, queue]
+            waiting.insert(0, waiting.pop())
+            self.ask(
+                self.world.command(
+                    process,
+                    endpoint,
+                    message=self.world.fetch(process, queue),
+                    rank=self.pick([0, 1, 1, 3, 3]),
+                    cost=self.pick([1, 1, 1, 2, 3]),
+                    take=self.pick([0, 1, 1]),
+                    idle=self.pick([-1, 0, 1, 2]),
+                    deadline_ms=self.pick([0, 0, 0, self.world.now + 5_000]),
+                )
+            )
 
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data(), endpoint=st.sampled_from(ENDPOINTS), rank=st.sampled_from([0, 1, 3]), again=st.booleans())
-    def redeliver(self, data, endpoint, rank, again):
-        """A message that stands in its queue again (drained, or requeued by maintenance) reaches a worker."""
-        process = data.draw(st.sampled_from(self.alive))
-        queue = data.draw(st.sampled_from(QUEUES[process[:2]]))
-        if self.world.queue(queue):
-            message = self.world.fetch(process, queue)
-            self.ask(self.world.command(process, endpoint, message=message, rank=rank, take=1), again)
+    def call(self):
+        wait = self.pick([True, True, False])
+        more = {"rank": self.pick([0, 1, 3]), "cost": self.pick([1, 1, 2]), "wait": wait}
+        slot = not wait and self.pick([False, True])
+        self.ask(self.world.command(self.pick(self.alive), self.pick(ENDPOINTS), slot=slot, **more))
 
-    @precondition(lambda self: self.alive)
-    @rule(
-        data=st.data(),
-        endpoint=st.sampled_from(ENDPOINTS),
-        rank=st.sampled_from([0, 1, 3]),
-        cost=st.sampled_from([1, 1, 2]),
-        wait=st.booleans(),
-        slot=st.booleans(),
-        again=st.booleans(),
-    )
-    def call(self, data, endpoint, rank, cost, wait, slot, again):
-        process = data.draw(st.sampled_from(self.alive))
-        more = {"rank": rank, "cost": cost, "wait": wait, "slot": slot and not wait}
-        self.ask(self.world.command(process, endpoint, **more), again)
-
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data(), give_up=st.booleans(), again=st.booleans())
-    def ask_again(self, data, give_up, again):
+    def ask_again(self):
         """A waiting caller learns that it was given its permit, or asks once more, or gives up."""
-        ask = self.waiting[data.draw(st.sampled_from(sorted(self.waiting)))]
+        if not self.waiting:
+            return
+        ask = self.waiting[self.pick(sorted(self.waiting))]
         if not self.world.workers[ask.process].alive:
             del self.waiting[ask.lease]
-        elif give_up:
+        elif self.pick([True, False, False]):
             del self.waiting[ask.lease]
-            withdraw = Operate(action=Action.WITHDRAW, target=ask.lease)
-            self.twice("operate", withdraw, again)
+            self.twice("operate", Operate(action=Action.WITHDRAW, target=ask.lease))
             self.world.operate(Action.WITHDRAW, ask.lease)
         else:
-            self.ask(ask, again)
+            self.ask(ask)
 
-    @precondition(lambda self: self.running)
-    @rule(
-        data=st.data(),
-        outcome=ENDINGS,
-        parks=st.booleans(),
-        denied=st.booleans(),
-        take=st.integers(0, 1),
-        idle=st.integers(-1, 2),
-        retry_after_ms=st.sampled_from([0, 0, 2_000]),
-        again=st.booleans(),
-    )
-    def finish(self, data, outcome, parks, denied, take, idle, retry_after_ms, again):
-        call = data.draw(st.sampled_from(self.running))
-        park = ParkAs.NO
-        if call.message is not None and parks:
-            park = ParkAs.DENIED if denied else ParkAs.OVERLOADED if outcome is Outcome.OVERLOAD else ParkAs.NO
-        more = {"park": park, "take": take, "idle": idle, "retry_after_ms": retry_after_ms}
-        outcome = Outcome.IGNORED if park is ParkAs.DENIED else outcome
-        self.twice("finish", self.world.ending(call, outcome, **more), again)
-        reply = self.world.finish(call, outcome, **more)
-        self.lost.pop(call.lease, None)
-        if call.message is not None and reply.status is Status.FINISHED and call.id not in self.redelivered:
-            assert call.id not in self.places(), "done, and yet it stands somewhere"
+    def finish(self):
+        for _ in range(self.pick([1, 1, 2, 4])):
+            if not self.running:
+                return
+            call = self.pick(self.running)
+            outcome = self.pick(ENDINGS)
+            park = ParkAs.OVERLOADED if outcome is Outcome.OVERLOAD else self.pick([ParkAs.NO] * 4 + [ParkAs.DENIED])
+            outcome = Outcome.IGNORED if park is ParkAs.DENIED else outcome
+            more = {
+                "park": self.pick([park, park, ParkAs.NO]) if call.message is not None else ParkAs.NO,
+                "take": self.pick([0, 1, 1]),
+                "idle": self.pick([-1, 0, 1, 2]),
+                "retry_after_ms": self.pick([0, 0, 2_000]),
+            }
+            self.twice("finish", self.world.ending(call, outcome, **more))
+            reply = self.world.finish(call, outcome, **more)
+            self.lost.discard(call.lease)
+            if call.message is not None and reply.status is Status.FINISHED and call.id not in self.redelivered:
+                assert call.id not in self.places(), "done, and yet it stands somewhere"
 
-    @precondition(lambda self: self.alive)
-    @rule(
-        data=st.data(), take=st.integers(0, 3), idle=st.integers(0, 3), leaving=st.booleans(), again=st.booleans()
-    )
-    def beat(self, data, take, idle, leaving, again):
-        process = data.draw(st.sampled_from(self.alive))
+    def beat(self):
+        process = self.pick(self.alive)
         calls = self.world.workers[process].calls
         unbegun = sorted(one for one, call in calls.items() if call.reply is None and one not in self.lost)
-        back = tuple(data.draw(st.lists(st.sampled_from(unbegun), unique=True, max_size=2))) if unbegun else ()
+        back = (self.pick(unbegun),) if unbegun and self.pick([False, False, True]) else ()
         for lease in back:
             del calls[lease]
-        asserts = tuple(call.held() for one, call in calls.items() if self.lost.get(one) and call.message is not None)
-        leaving = leaving and take == 0
+        asserts = tuple(call.held() for one, call in calls.items() if one in self.lost)
+        idle = self.pick([0, 1, 2, 3])
         beat = self.world.beating(
-            process, take=min(take, idle), idle=idle, give_back=back, asserts=asserts, leaving=leaving
+            process,
+            take=min(self.pick([0, 1, 3, 3]), idle),
+            idle=idle,
+            give_back=back,
+            asserts=asserts,
+            leaving=self.pick([False] * 9 + [True]),
         )
-        self.twice("beat", beat, again)
+        self.twice("beat", beat)
         reply = self.world.rule.beat(beat, self.world.now)
         if reply.status is Status.UNCONFIGURED:
             self.world.configure(process)
             reply = self.world.rule.beat(beat, self.world.now)
+        self.lost -= {held.lease for held in asserts}
+        self.lost |= {lease for lease in reply.lost if lease in calls}
         self.world.taken(process, reply)
-        for lease in [held.lease for held in asserts]:
-            self.lost.pop(lease, None)
-        for lease in reply.lost:
-            if lease in calls:
-                self.lost[lease] = True
 
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data(), idle=st.integers(0, 1), again=st.booleans())
-    def confirm(self, data, idle, again):
+    def confirm(self):
         """A thread reaches a message that was taken a while ago, and makes sure that it may still start."""
         taken = [call for call in self.running if call.reply is None and call.message is not None]
         if taken:
-            call = data.draw(st.sampled_from(taken))
-            more = {"rank": call.rank, "cost": call.cost, "lease": call.lease, "take": 1, "idle": idle}
-            ask = self.world.command(call.process, call.home, message=call.message, confirm=True, **more)
+            call = self.pick(taken)
+            more = {"rank": call.rank, "cost": call.cost, "lease": call.lease, "take": 1, "idle": self.pick([0, 1])}
             del self.world.workers[call.process].calls[call.lease]
-            self.lost.pop(call.lease, None)
-            self.ask(ask, again)
+            self.lost.discard(call.lease)
+            self.ask(self.world.command(call.process, call.home, message=call.message, confirm=True, **more))
 
-    @rule(ms=st.sampled_from([1, 20, 60, 400, 1_000]))
-    def wait(self, ms):
-        self.world.jump(ms)
+    def wait(self):
+        self.world.jump(self.pick([1, 20, 60, 400, 600, 1_000]))
 
-    @rule(ms=st.sampled_from([1_900, 4_000, 5_000]))
-    def live_on(self, ms):
-        self.world.pass_time(ms)
+    def live_on(self):
+        self.world.pass_time(self.pick([1_900, 4_000, 5_000]))
 
-    @rule(ms=st.sampled_from([2_100, 7_000, 100_000]))
-    def silence(self, ms):
+    # -- what happens seldom -----------------------------------------------------------------------------------------
+
+    def silence(self):
         """Nobody speaks: the store was away, or everybody was stopped."""
-        self.world.jump(ms)
+        self.world.jump(self.pick([2_100, 7_000, 100_000]))
 
-    @rule(data=st.data(), ms=st.sampled_from([3_000, 7_000, 13_000]))
-    def one_is_slow(self, data, ms):
+    def one_is_slow(self):
         """One process is stopped while the others go on."""
-        if self.alive:
-            slow = data.draw(st.sampled_from(self.alive))
-            self.world.workers[slow].alive = False
-            self.world.pass_time(ms)
-            self.world.workers[slow].alive = True
+        slow = self.pick(self.alive)
+        self.world.workers[slow].alive = False
+        self.world.pass_time(self.pick([3_000, 7_000, 13_000]))
+        self.world.workers[slow].alive = True
 
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data(), polite=st.booleans(), maintained=st.booleans())
-    def end_process(self, data, polite, maintained):
+    def redeliver(self):
+        """A message that stands in its queue again (drained, or requeued by maintenance) reaches a worker."""
+        process = self.pick(self.alive)
+        queue = self.pick(QUEUES[process[:2]])
+        if self.world.queue(queue):
+            message = self.world.fetch(process, queue)
+            self.ask(self.world.command(process, self.pick(ENDPOINTS), message=message, rank=self.pick([0, 3]), take=1))
+
+    def end_process(self):
         """A process ends and another takes its place; maintenance may put back what the broker knows it held."""
-        process = data.draw(st.sampled_from(self.alive))
-        if polite:
+        process = self.pick(self.alive)
+        if self.pick([False, True]):
             self.world.forget(process)
         else:
             self.world.kill(process)
-        if maintained:
+        if self.pick([False, True]):
             for (namespace, worker, queue), ids in self.world.rule.broker.acks.items():
                 if worker == f"w-{process}":
                     self.redelivered |= ids
                     self.world.rule.broker.queues.setdefault((namespace, queue), []).extend(sorted(ids))
                     ids.clear()
         self.names += 1
-        name = f"{process[:2]}-{self.names}"
-        self.world.start(name, queues=QUEUES[process[:2]])
+        self.world.start(f"{process[:2]}-{self.names}", queues=QUEUES[process[:2]])
 
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data(), configuration=configurations(), revision=st.integers(0, 1))
-    def publish(self, data, configuration, revision):
-        endpoints, budgets = configuration
-        process = data.draw(st.sampled_from(self.alive))
-        self.world.configure(process, self.world.publish(*endpoints, budgets=budgets, revision=revision))
+    def publish(self):
+        endpoints, budgets = configuration(self.pick)
+        more = {"budgets": budgets, "revision": self.pick([0, 1])}
+        self.world.configure(self.pick(self.alive), self.world.publish(*endpoints, **more))
 
-    @rule(
-        action=st.sampled_from(
-            [Action.OPEN, Action.CLOSE, Action.RESET, Action.OVERRIDE, Action.CLEAR_OVERRIDE, Action.PAUSE]
+    def operate(self):
+        action = self.pick(
+            [Action.OPEN, Action.CLOSE, Action.RESET, Action.OVERRIDE, Action.PAUSE]
+            + [Action.CLEAR_OVERRIDE] * 2
             + [Action.RESUME] * 3
-        ),
-        endpoint=st.sampled_from(ENDPOINTS),
-        value=st.sampled_from([0, 1, 2, 600]),
-    )
-    def operate(self, action, endpoint, value):
-        value = min(value, 6) if action is Action.OVERRIDE else value
-        self.world.operate(action, endpoint, value=value)
+        )
+        self.world.operate(action, self.pick(ENDPOINTS), value=self.pick([0, 1, 2, 4, 6]))
 
-    @rule(queue=st.sampled_from(["q1", "q2"]), force=st.booleans(), most=st.sampled_from([0, 1]))
-    def drain(self, queue, force, most):
-        self.world.operate(Action.DRAIN, "", queue=(NAMESPACE, queue), force=force, value=most)
+    def drain(self):
+        queue = (NAMESPACE, self.pick(["q1", "q2"]))
+        self.world.operate(Action.DRAIN, "", queue=queue, force=self.pick([False, True]), value=self.pick([0, 1]))
 
-    @rule(data=st.data())
-    def flush(self, data):
+    def flush(self):
         """Somebody deletes the payload of a waiting message."""
-        parked = [(line, waiter) for line, waiter in self.world.rule.state.parked if line[1]]
+        parked = sorted((line, waiter) for line, waiter in self.world.rule.state.parked if line[1])
         if parked:
-            line, waiter = data.draw(st.sampled_from(sorted(parked)))
+            line, waiter = self.pick(parked)
             self.world.rule.broker.payloads[NAMESPACE, line[2]].pop(waiter, None)
 
-    # -- invariants --------------------------------------------------------------------------------------------------
+    # -- what must hold ----------------------------------------------------------------------------------------------
 
     def places(self):
         """In how many places each message id stands: queues, ack sets, lines and beside them."""
@@ -529,59 +485,90 @@ class Commands(RuleBasedStateMachine):
         found.update(waiter for line, waiter in state.held_back if line[1])
         return found
 
-    @invariant()
+    def check(self):
+        self.every_message_stands_in_one_place()
+        self.leases_are_what_is_in_flight()
+        self.no_message_has_two_leases()
+        self.records_fit_the_lines()
+        self.somebody_is_awake_while_somebody_waits()
+
     def every_message_stands_in_one_place(self):
         """I3: a message with a payload is in exactly one place."""
-        if hasattr(self, "world"):
-            found = self.places()
-            for queue, payloads in self.world.rule.broker.payloads.items():
-                for message_id in payloads:
-                    assert found[message_id] == 1, (queue, message_id, found[message_id])
+        found = self.places()
+        for queue, payloads in self.world.rule.broker.payloads.items():
+            for message_id in payloads:
+                assert found[message_id] == 1, (queue, message_id, found[message_id])
 
-    @invariant()
     def leases_are_what_is_in_flight(self):
-        """The lease set is the only truth: the snapshot's sums are those of its leases."""
-        if hasattr(self, "world"):
-            state, now = self.world.rule.state, self.world.now
-            before = tidy(self.world.rule)
-            snapshot = self.world.rule.snapshot(now)
-            assert tidy(self.world.rule) == before, "reading changed something"
-            for endpoint, seen in snapshot.endpoints.items():
-                assert seen.in_flight == sum(cost for where, cost, _ in snapshot.leases.values() if where == endpoint)
-                assert seen.in_flight == in_flight(state, now, endpoint)
+        """The lease set is the only truth: the snapshot's sums are those of its leases. Reading changes nothing."""
+        state, now = self.world.rule.state, self.world.now
+        before = tidy(self.world.rule)
+        snapshot = self.world.rule.snapshot(now)
+        assert tidy(self.world.rule) == before, "reading changed something"
+        for endpoint, seen in snapshot.endpoints.items():
+            assert seen.in_flight == sum(cost for where, cost, _ in snapshot.leases.values() if where == endpoint)
+            assert seen.in_flight == in_flight(state, now, endpoint)
 
-    @invariant()
     def no_message_has_two_leases(self):
         """I5: one delivery, one lease."""
-        if hasattr(self, "world"):
-            held = Counter(one.message for one in self.world.rule.state.leases.values() if one.message is not None)
-            assert all(count == 1 for count in held.values()), held
+        held = Counter(one.message for one in self.world.rule.state.leases.values() if one.message is not None)
+        assert all(count == 1 for count in held.values()), held
 
-    @invariant()
     def records_fit_the_lines(self):
-        """Whoever stands in a line has a record with the same rank and place; no record outlives its message."""
-        if hasattr(self, "world"):
-            state, broker = self.world.rule.state, self.world.rule.broker
-            for line, waiters in state.lines.items():
-                assert waiters, "an empty line"
-                for waiter, key in waiters.items():
-                    assert state.parked[line, waiter].key == key
-                    assert (line, waiter) not in state.held_back
-            assert all(key in state.parked for key in state.held_back)
-            for line, waiter in state.parked:
-                standing = waiter in state.lines.get(line, {}) or (line, waiter) in state.held_back
-                assert standing or line[1], "a caller's record without the caller"
-            del broker
+        """Whoever stands in a line has a record with the same rank and place; no caller's record outlives it."""
+        state = self.world.rule.state
+        for line, waiters in state.lines.items():
+            assert waiters, "an empty line"
+            for waiter, key in waiters.items():
+                assert state.parked[line, waiter].key == key
+                assert (line, waiter) not in state.held_back
+        assert all(key in state.parked for key in state.held_back)
+        for line, waiter in state.parked:
+            assert line[1] or waiter in state.lines.get(line, {}), "a caller's record without the caller"
 
-    @invariant()
     def somebody_is_awake_while_somebody_waits(self):
         """next_ms is -1 only if nobody waits, and never another negative number or zero."""
-        if hasattr(self, "world"):
-            state = self.world.rule.state
-            self.world.rule.now_ms = self.world.now
-            next_ms = self.world.rule.next_ms()
-            waits = bool(state.lines or state.held_back)
-            assert next_ms > 0 if waits else next_ms == -1, next_ms
+        state = self.world.rule.state
+        self.world.rule.now_ms = self.world.now
+        next_ms = self.world.rule.next_ms()
+        assert next_ms > 0 if state.lines or state.held_back else next_ms == -1, next_ms
+
+
+class Commands(RuleBasedStateMachine):
+    """Hypothesis chooses, and shrinks what it finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.chaos = None
+
+    @initialize(data=st.data())
+    def begin(self, data):
+        self.chaos = Chaos(lambda choices: data.draw(st.sampled_from(choices)))
+
+    @rule(data=st.data(), what=st.sampled_from(OFTEN))
+    def often(self, data, what):
+        self.do(data, what)
+
+    @rule(data=st.data(), what=st.sampled_from(OFTEN))
+    def often_again(self, data, what):
+        self.do(data, what)
+
+    @rule(data=st.data(), what=st.sampled_from(OFTEN))
+    def and_again(self, data, what):
+        self.do(data, what)
+
+    @rule(data=st.data(), what=st.sampled_from(SELDOM))
+    def seldom(self, data, what):
+        self.do(data, what)
+
+    def do(self, data, what):
+        self.chaos.pick = lambda choices: data.draw(st.sampled_from(choices))
+        getattr(self.chaos, what)()
+
+    @invariant()
+    def everything_holds(self):
+        if self.chaos is not None:
+            self.chaos.check()
 
 
 def test_any_commands_keep_the_invariants():
@@ -589,10 +576,20 @@ def test_any_commands_keep_the_invariants():
     run_state_machine_as_test(
         Commands,
         settings=hypothesis.settings(
-            max_examples=120,
+            max_examples=100,
             stateful_step_count=40,
             deadline=None,
             report_multiple_bugs=False,
             suppress_health_check=list(hypothesis.HealthCheck),
         ),
     )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_long_run_keeps_the_invariants(seed):
+    """The same over hundreds of commands in a row, with a store that fills up, empties and is disturbed."""
+    chance = random.Random(seed)
+    chaos = Chaos(chance.choice)
+    for _ in range(400):
+        getattr(chaos, chance.choice(SELDOM if chance.random() < 0.1 else OFTEN))()
+        chaos.check()

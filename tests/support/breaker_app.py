@@ -1,7 +1,7 @@
 """The application under test for breakers: `tests.support.app`, with what goes wrong on the caller's side.
 
-Each request is written down before it leaves, with the process that makes it: a closed port counts nothing. Each
-tells the server the breaker's generation in which it was let in, so that its log tells a burst's stragglers from probes.
+Each request is written down before it leaves, with the process that makes it: a closed port counts nothing. And each
+tells the server the breaker's generation in which it was let in, so that its log tells stragglers from probes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 CLOSED_PORT = 1
+IMPATIENT = int(os.environ.get("APP_IMPATIENT_CALLS", "0"))
+PATIENCE_S = 0.4
+"""The time-out of so many first calls. All others are patient: a busy machine is no sign of an overloaded server."""
 
 
 def generation() -> str:
@@ -45,7 +48,9 @@ def note_attempt(request: httpx.Request) -> None:
     """Write down that a request is about to leave, and let the server know its generation."""
     request.headers["x-priority"] = generation()
     entry = {"id": request.headers["x-message-id"], "at": time.time(), "pid": os.getpid(), "generation": generation()}
-    app.record.rpush(f"{app.NAMESPACE}:attempts", json.dumps(entry))
+    number = app.record.rpush(f"{app.NAMESPACE}:attempts", json.dumps(entry))
+    if number <= IMPATIENT:
+        request.extensions["timeout"]["read"] = PATIENCE_S
 
 
 app._http.event_hooks = {"request": [note_attempt]}

@@ -328,6 +328,13 @@ def test_count_of_a_model_refuses_everything_else(field: str, value: object) -> 
     assert expected in refusal(models=json.dumps([{"id": "a", field: value}]))
 
 
+@pytest.mark.parametrize("digits", [19, 400, 5000])
+def test_number_of_any_length_is_refused_by_its_path(digits: int) -> None:
+    """More digits than Python converts are one more number out of range, not a foreign exception."""
+    message = refusal(models=f'[{{"id": "a", "reserve": {"9" * digits}}}]')
+    assert "- GUARD_MODELS[0].reserve must be a whole number from 0 to" in message
+
+
 @pytest.mark.parametrize("field", COUNTS)
 def test_count_of_a_model_takes_digits_and_null(field: str) -> None:
     """Digits in quotes are the number; null is the same as leaving it out."""

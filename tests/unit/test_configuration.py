@@ -100,7 +100,9 @@ def test_everything_else_comes_from_the_first_process_by_id():
 def test_order_of_publishing_does_not_matter():
     """All processes compute the same from the same set."""
     each = {
-        name: published(EndpointSpec(id="e", ceiling=ceiling, reserve=reserve), revision=revision, budgets={"g": ceiling})
+        name: published(
+            EndpointSpec(id="e", ceiling=ceiling, reserve=reserve), revision=revision, budgets={"g": ceiling}
+        )
         for name, ceiling, reserve, revision in [("a", 4, None, 1), ("b", 3, 2, 1), ("c", 9, 1, 0)]
     }
 
