@@ -221,7 +221,8 @@ class GuardSettings(Unchangeable, BaseSettings):
             ConfigurationError: if there are models and it is not among them (the message names the nearest), or if it
                 cannot be an id.
         """
-        known = self._by_id.get(endpoint_id)
+        asked: object = endpoint_id  # it may come from a message's options, where anything may stand
+        known = self._by_id.get(asked) if isinstance(asked, str) else None
         if known is not None:
             return known
         if not self._by_id:

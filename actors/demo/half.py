@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from dramatiq.brokers.redis import RedisBroker
@@ -14,7 +14,7 @@ from actors.demo.queues import Queues
 from actors.demo.result import reckon
 from actors.demo.screen import EndpointRow, Sample, Screen
 from actors.demo.workers import Workers, WorkersDiedError
-from guard_middleware import Guard
+from guard_middleware import Guard, StoreUnavailable
 from guard_middleware.testing.model_server import ModelServer
 
 if TYPE_CHECKING:
@@ -128,7 +128,10 @@ class Half:
         return message.message_id
 
     def _sample(self, stats: ServerStats, view: Store | None, at_s: float) -> Sample:
-        known = view.snapshot().endpoints if view is not None else {}
+        known = {}
+        if view is not None:
+            with suppress(StoreUnavailable):  # on a machine that is busy enough, once; the next sample has it again
+                known = view.snapshot().endpoints
         rows = []
         for name, tally in stats.endpoints.items():
             guard = known.get(name)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import redis
+
 from actors import ask, broker, embed, enrich, orchestrate
 from guard_middleware import Priority
 
@@ -47,6 +49,7 @@ def question(number: int) -> Message[Any]:
 
 def main() -> None:
     """Keep a backlog of background work, and ask a question twice a second, as an application does."""
+    _wait_for_store()
     number = 0
     while True:
         for queue, actor, argument in (("embedding", embed, ["a sentence"]), ("enrichment", enrich, "a passage")):
@@ -57,6 +60,17 @@ def main() -> None:
             number += 1
             time.sleep(_QUESTION_EVERY_S)
         print(f"{number} questions asked", flush=True)
+
+
+def _wait_for_store() -> None:
+    """Wait for what was started at the same time."""
+    while True:
+        try:
+            broker.client.ping()
+        except redis.ConnectionError:
+            time.sleep(0.2)
+        else:
+            return
 
 
 if __name__ == "__main__":

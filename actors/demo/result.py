@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -15,7 +15,8 @@ _OK = 200
 _MS = 1000
 
 
-class Wait(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class Wait:
     """A percentile of waits.
 
     Attributes:

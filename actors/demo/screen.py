@@ -49,7 +49,19 @@ class EndpointRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A half at one instant."""
+    """A half at one instant.
+
+    Attributes:
+        half: which one.
+        at_s: seconds since its first message.
+        remaining: messages that Dramatiq still has.
+        sent: messages sent until now.
+        together: calls in flight over all endpoints.
+        host: the host's state.
+        deaths: how often it went dark.
+        retries: retries burned.
+        rows: the endpoints.
+    """
 
     half: str
     at_s: float
@@ -63,8 +75,9 @@ class Sample:
 
     def headline(self) -> str:
         """Everything that is not about one endpoint."""
+        over = max(0, self.sent - self.remaining)  # a retry is stored before its predecessor is gone
         return (
-            f"{self.half} {self.at_s:5.1f} s: {self.sent - self.remaining} of {self.sent} messages over, "
+            f"{self.half} {self.at_s:5.1f} s: {over} of {self.sent} messages over, "
             f"{self.together} in flight, host {self.host}, {self.deaths} deaths, {self.retries} retries"
         )
 

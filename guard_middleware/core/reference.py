@@ -57,7 +57,7 @@ class Reference(Servant):
             del state.leases[command.lease]
         tombstone = self._tombstone(command.lease)
         if tombstone is not None:
-            return self._repeat(tombstone, command.process, self._idle_parked(command))
+            return self._repeat(tombstone, command.process, self._idle_parked(command) if command.idle >= 0 else -1)
         message = command.message
         line: Line = (command.endpoint, "", "")
         waiter = command.lease
@@ -106,7 +106,9 @@ class Reference(Servant):
         if command.wait:
             if not self._stands(line, waiter):
                 self.enter(line, waiter, parked)
-            return self._reply(Status.WAITING, command.process, reason=reason, retry_after_ms=retry_after_ms)
+            reply = self._reply(Status.WAITING, command.process, reason=reason, retry_after_ms=retry_after_ms)
+            granted = self.state.leases.get(command.lease)  # what was free went to this very caller
+            return reply if granted is None else self._with_lease(reply, command.lease, granted)
         if command.slot:
             retry_after_ms = max(retry_after_ms, self._slot(command.endpoint, command.rank))
             self._bury(command.lease, Status.REFUSED, reason, retry_after_ms, ())  # I11: one slot per message
@@ -131,12 +133,17 @@ class Reference(Servant):
         return slot - self.now_ms
 
     def _admitted(self, lease_id: str, lease: Lease, process: str) -> Reply:
-        probe = self.breaker(lease.endpoint).probe == lease_id
+        return self._with_lease(self._reply(Status.ADMITTED, process), lease_id, lease)
+
+    def _with_lease(self, reply: Reply, lease_id: str, lease: Lease) -> Reply:
         return replace(
-            self._reply(Status.ADMITTED, process),
+            reply,
+            status=Status.ADMITTED,
+            reason="",
+            retry_after_ms=0,
             endpoint=lease.endpoint,
             generation=lease.generation,
-            probe=probe,
+            probe=self.breaker(lease.endpoint).probe == lease_id,
             expires_at_ms=lease.expires_at_ms,
         )
 

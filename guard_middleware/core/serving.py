@@ -156,11 +156,11 @@ class Servant(Machine):
         if aged is not None and aged[0] == line:
             return aged[1], self.state.parked[aged]
         ordered = sorted(waiters, key=lambda one: waiters[one])[:PROBE_SCAN]
-        view = self.view(line[0])
         for waiter in ordered:
             parked = self.state.parked[line, waiter]
             gone = line[1:] == ("", "") and parked.process not in self.state.processes
-            if not gone and not (view is not None and self._hopeless(view, parked, aged=False)):
+            endpoint, reason, _ = self.place_call(line[0], parked)
+            if not gone and (reason is None or not self._stuck(line[0], endpoint, parked, aged=False)):
                 return waiter, parked
         return ordered[0], self.state.parked[line, ordered[0]]
 
@@ -177,8 +177,7 @@ class Servant(Machine):
         endpoint, reason, by_group = self.place_call(line[0], head, aged=aged)
         if reason is None:
             return True
-        view = self.view(endpoint)
-        if view is None or self._hopeless(view, head, aged=aged):
+        if self._stuck(line[0], endpoint, head, aged=aged):
             return False
         return by_group or (reason in (Reason.ENDPOINT_FULL, Reason.RESERVED) and head.cost > 1)
 
@@ -187,8 +186,12 @@ class Servant(Machine):
         waiter, head = self._head(line)
         aged = self.aged_waiter(line[0]) == (line, waiter)
         endpoint, _, by_group = self.place_call(line[0], head, aged=aged)
-        view = self.view(endpoint)
-        return by_group and view is not None and not self._hopeless(view, head, aged=aged)
+        return by_group and not self._stuck(line[0], endpoint, head, aged=aged)
+
+    def _stuck(self, home: str, endpoint: str, parked: Parked, *, aged: bool) -> bool:
+        """Whether no release could let a waiter go, at its home or at the endpoint chosen instead."""
+        views = (self.view(one) for one in (home, endpoint))
+        return any(view is not None and self._hopeless(view, parked, aged=aged) for view in views)
 
     def _hopeless(self, view: View, parked: Parked, *, aged: bool) -> bool:
         return hopeless(view, rank=_AGED_RANK if aged else parked.rank, cost=parked.cost, now_ms=self.now_ms)
@@ -281,7 +284,7 @@ class Servant(Machine):
             return
         endpoint, reason, by_group = self.place_call(line[0], parked, aged=aged)
         view = self.view(endpoint)
-        if reason is not None and view is not None and self._hopeless(view, parked, aged=aged):
+        if reason is not None and self._stuck(line[0], endpoint, parked, aged=aged):
             serving.passed.add((line, waiter))
             home = self.view(line[0])
             mine = runner == serving.process and serving.want > 0 and line[1:] != ("", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from dramatiq.middleware import Interrupt, Middleware, MiddlewareError
@@ -35,6 +35,12 @@ def member_of(broker: Broker) -> Member | None:
     """This process's member for a broker, `None` before a worker has booted."""
     found = _members.get(broker)
     return found[1] if found is not None and found[0] == os.getpid() else None
+
+
+def _refuse(broker: Broker, worker: Worker, why: str) -> NoReturn:
+    """End the boot of a worker. What other middleware has begun is ended first: its threads would keep the process."""
+    broker.emit_after("worker_shutdown", worker)
+    raise RefusedAtBoot(why)
 
 
 class GuardMiddleware(Middleware):
@@ -80,7 +86,7 @@ class GuardMiddleware(Middleware):
             except ConfigurationError as exc:
                 wrong.append(f"actor {actor.actor_name!r}: {exc}")
         if wrong:
-            raise RefusedAtBoot("; ".join(wrong))
+            _refuse(broker, worker, "; ".join(wrong))
         names = [type(one).__name__ for one in broker.middleware]
         here = names.index(type(self).__name__)
         misplaced = sorted(_BEFORE.intersection(names[here:]) | _AFTER.intersection(names[:here]))
@@ -98,8 +104,9 @@ class GuardMiddleware(Middleware):
                 _members[broker] = (os.getpid(), member)
             member.boot()
         except Exception as exc:
-            msg = f"the guard could not start ({type(exc).__name__}), so this worker does not"
-            raise RefusedAtBoot(msg) from exc
+            events.error("guard.not_started", error=type(exc).__name__)
+            why = str(exc) if isinstance(exc, ConfigurationError) else type(exc).__name__
+            _refuse(broker, worker, f"the guard could not start ({why}), so this worker does not")
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
         """Report the queues, whose consumers exist now."""

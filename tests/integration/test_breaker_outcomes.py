@@ -7,7 +7,6 @@ from contextlib import closing
 import pytest
 
 from guard_middleware.testing.model_server import Fault, Step
-from tests.support.deployment import wait_until
 from tests.support.outage import calls_of, cooldowns, looking_at, serving, start_groups
 
 pytestmark = pytest.mark.slow
@@ -80,9 +79,11 @@ def test_bad_inputs_fail_alone_and_slow_nobody_down(deploy, measured):
     )
     start_groups(deployment, 2)
     too_long = "This model's maximum context length is 512 tokens, however you requested 1451"
-    deployment.server.script([Step(every=5, fault=Fault.STATUS, status=400, body={"error": too_long})])
-    for index in range(100):
-        deployment.send("ask_with", args=(("httpx", "cause")[index % 2],), max_retries=0)
+    deployment.server.script([Step(contains="please", fault=Fault.STATUS, status=400, body={"error": too_long})])
+    good, bad = [], []
+    for index in range(20):
+        bad += deployment.send("ask_with", args=(("httpx", "cause")[index % 2],), max_retries=0)
+        good += deployment.send("orchestrate", 4)
     deployment.wait_idle(20)
     with looking_at(deployment) as look:
         seen = look()
@@ -91,6 +92,6 @@ def test_bad_inputs_fail_alone_and_slow_nobody_down(deploy, measured):
     measured("use_of_ceiling", round(stats.use(4), 2))
     assert stats.statuses == {"200": 80, "400": 20}
     assert stats.most_in_flight == 4
-    assert len(deployment.dead()["orchestration"]) == 20
-    assert sum(deployment.done_ids().values()) == 80
-    wait_until(lambda: not deployment.queued(), 1)
+    assert sorted(deployment.dead()["orchestration"]) == sorted(bad)
+    assert deployment.done_ids() == dict.fromkeys(good, 1)
+    assert all(entry["retries"] == 0 for entry in deployment.done())

@@ -160,7 +160,8 @@ def test_an_unanswered_question_counts_with_the_time_it_has_waited(result_module
 
     half = reckoned(result_module, sent=("done", "retried", "lost"), log=log)
 
-    assert (half.wait_p50, half.wait_p99) == ((2_000, False), (9_000, True))
+    wait = result_module.Wait
+    assert (half.wait_p50, half.wait_p99) == (wait(2_000, at_least=False), wait(9_000, at_least=True))
     assert str(half.wait_p99) == "> 9,000 ms"
 
 

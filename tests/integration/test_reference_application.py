@@ -55,9 +55,8 @@ class Application:
         )
 
     def close(self):
-        self.broker.close()
-        self.broker.client.close()
-        self.results.client.close()
+        for client in (self.broker.client, self.results.client):
+            client.connection_pool.disconnect()
 
 
 @contextmanager

@@ -110,8 +110,12 @@ def waits_for_budget(state, now, home, rank, cost):
     if one is None or not endpoint_admits(state, now, home, rank, cost):
         return False
     left = budget_left(state, now, home, rank=rank)
-    floors = sum(o.floor for o in state.specs.values() if o.group == one.group and o.id != home)
-    return left is not None and left < cost <= state.budgets[one.group] - floors
+    if left is None or cost <= left:
+        return False
+    budget = state.budgets[one.group]
+    floors = sum(other.floor for other in state.specs.values() if other.group == one.group and other.id != home)
+    kept = reserve(budget, None) if rank >= BACKGROUND and closed(state, home) else 0
+    return cost <= budget - max(floors, kept)
 
 
 class Watched(Reference):
@@ -181,28 +185,32 @@ class Watched(Reference):
     def serve(self, process, want, via):
         serving = super().serve(process, want, via)
         if not self.recovering() and len(serving.woken) < 8:
-            self.check_no_idle_permit(serving)
+            self.check_no_idle_permit(serving, {*serving.woken, *([process] if want > 0 else [])})
         return serving
 
-    def check_no_idle_permit(self, serving):
+    def check_no_idle_permit(self, serving, asked):
         """I9: nobody idle could run a waiter that would be admitted, unless a better one is being waited for."""
         state, now = self.state, self.now_ms
         waiters = sorted((parked.key, line, waiter) for line, waiter, parked in self.all_waiters())
+        aged = {home: self.aged_waiter(home) for home in {line[0] for line in state.lines}}
+        waiters = [((-1, 0), *one) for one in aged.values() if one is not None] + waiters
         blocked, claimed = set(), set()
-        for _, line, waiter in waiters:
+        for key, line, waiter in waiters:
             parked = state.parked[line, waiter]
             if line[0] not in state.specs or (line, waiter) in serving.passed:
                 continue
-            if not self.runner(line, parked, serving.process if serving.want > 0 else ""):
+            idle = self.runner(line, parked, serving.process if serving.want > 0 else "") != ""
+            was_idle = any(line[1:] in state.processes[name].queues for name in asked if name in state.processes)
+            if not idle and not was_idle:
                 continue
-            endpoint = chosen(state, now, line[0], parked.rank, parked.cost)
+            endpoint = chosen(state, now, line[0], parked.rank, parked.cost, aged=key[0] < 0)
             if endpoint is None:
                 blocked.add(line[0])  # strict first come, first served by cost
                 claimed |= {state.specs[line[0]].group, state.specs.get(state.specs[line[0]].fallback, spec("")).group}
                 continue
             one = state.specs[endpoint]
             claims = one.group in claimed and one.group in state.budgets
-            assert line[0] in blocked or claims, ("I9: an idle permit", line, waiter)
+            assert not idle or key[0] < 0 or line[0] in blocked or claims, ("I9: an idle permit", line, waiter)
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------------
@@ -249,8 +257,14 @@ def tidy(reference):
 
 
 def without_advice(reply):
-    """What a reply says of this command, without whom it woke and whether this process could run a waiter."""
-    return replace(reply, woken=(), waiting=0)
+    """What a reply decides, without what it says of the moment: whom it woke, who could go, why not yet."""
+    kept = replace(reply, woken=(), waiting=0, next_ms=0)
+    return replace(kept, reason="", retry_after_ms=0) if reply.status in (Status.WAITING, Status.REFUSED) else kept
+
+
+def without_holds(state):
+    """The state without the units that are held for a moment: a process ends its own by speaking."""
+    return {**state, "leases": {lease_id: one for lease_id, one in state["leases"].items() if not one.hold}}
 
 
 class Chaos:
@@ -286,10 +300,12 @@ class Chaos:
             first = getattr(self.world.rule, verb)(command, self.world.now)
             if not all(take.lease for take in first.takes):
                 return  # what is handed over without a permit is handed over once
-            before = tidy(self.world.rule)
+            before = without_holds(tidy(self.world.rule))
+            held = f"hold:{getattr(command, 'process', '')}" in self.world.rule.state.leases
             repeated = getattr(self.world.rule, verb)(command, self.world.now)
             assert without_advice(repeated) == without_advice(first), "I11: another answer"
-            assert tidy(self.world.rule) == before, "I11: another state"
+            # a hold ends when its process speaks, and while it stands its process cannot take: others may be served
+            assert held or first.woken or without_holds(tidy(self.world.rule)) == before, "I11: another state"
 
     def ask(self, ask):
         self.twice("admit", ask)
@@ -323,7 +339,7 @@ class Chaos:
                     rank=self.pick([0, 1, 1, 3, 3]),
                     cost=self.pick([1, 1, 1, 2, 3]),
                     take=self.pick([0, 1, 1]),
-                    idle=self.pick([-1, 0, 1, 2]),
+                    idle=self.pick([0, 0, 1, 2]),
                     deadline_ms=self.pick([0, 0, 0, self.world.now + 5_000]),
                 )
             )
@@ -356,10 +372,11 @@ class Chaos:
             outcome = self.pick(ENDINGS)
             park = ParkAs.OVERLOADED if outcome is Outcome.OVERLOAD else self.pick([ParkAs.NO] * 4 + [ParkAs.DENIED])
             outcome = Outcome.IGNORED if park is ParkAs.DENIED else outcome
+            take = self.pick([0, 1, 1])
             more = {
                 "park": self.pick([park, park, ParkAs.NO]) if call.message is not None else ParkAs.NO,
-                "take": self.pick([0, 1, 1]),
-                "idle": self.pick([-1, 0, 1, 2]),
+                "take": take,
+                "idle": take + self.pick([0, 0, 1]),
                 "retry_after_ms": self.pick([0, 0, 2_000]),
             }
             self.twice("finish", self.world.ending(call, outcome, **more))

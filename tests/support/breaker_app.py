@@ -6,8 +6,11 @@ tells the server the breaker's generation in which it was let in, so that its lo
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import socket
+import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,7 +34,8 @@ from tests.support import app  # its guard publishes the rules
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+ASKED = "please"
+CHAT = {"messages": [{"role": "user", "content": ASKED}]}
 CLOSED_PORT = 1
 IMPATIENT = int(os.environ.get("APP_IMPATIENT_CALLS", "0"))
 PATIENCE_S = 0.4
@@ -74,6 +78,8 @@ app.broker.add_middleware(Dropper(), after=GuardMiddleware)
 
 # -- the same failure in the shapes of several clients ---------------------------------------------------------------
 
+_plain = httpx.Client(timeout=app.TIMEOUT_S, trust_env=False)
+
 
 class StatusCodeError(Exception):
     """What an application makes of an answer, with `status_code`."""
@@ -93,8 +99,7 @@ class StatusError(Exception):
 
 def with_httpx(base_url: str, model: str, headers: dict) -> None:
     """httpx: `HTTPStatusError`, or a transport error."""
-    with httpx.Client(timeout=app.TIMEOUT_S, trust_env=False) as client:
-        client.post(f"{base_url}/chat/completions", json={"model": model, **CHAT}, headers=headers).raise_for_status()
+    _plain.post(f"{base_url}/chat/completions", json={"model": model, **CHAT}, headers=headers).raise_for_status()
 
 
 def with_openai(base_url: str, model: str, headers: dict) -> None:
@@ -169,6 +174,22 @@ def pool_is_full(base_url: str) -> None:
         client.post(f"{base_url}/chat/completions", json=CHAT)
 
 
+@functools.cache
+def port_without_tls() -> int:
+    """A port that answers a TLS greeting in plain text, which is no TLS at all."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        while True:
+            client, _ = listener.accept()
+            with client:
+                client.recv(4096)
+                client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    threading.Thread(target=answer, daemon=True).start()
+    return listener.getsockname()[1]
+
+
 def where(trouble: str, base_url: str) -> str:
     """The base URL that brings a caller into this trouble."""
     match trouble:
@@ -177,7 +198,7 @@ def where(trouble: str, base_url: str) -> str:
         case "dns":
             return "http://no-such-host.invalid/v1"
         case "tls":
-            return base_url.replace("http://", "https://")
+            return f"https://127.0.0.1:{port_without_tls()}/v1"
         case _:
             return base_url
 

@@ -108,6 +108,12 @@ def test_models_tell_one_model_from_a_list() -> None:
     assert "GUARD_MODELS is one model: put it into brackets" in refusal(models='{"id": "a", "role": "chat"}')
 
 
+@pytest.mark.parametrize("text", [json.dumps(GOOD), '"S3cr"'])
+def test_models_tell_json_inside_a_json_text(text: str) -> None:
+    """A text that was encoded twice is told from other kinds."""
+    assert "GUARD_MODELS is JSON inside a JSON text: remove the quotes" in refusal(models=text)
+
+
 @pytest.mark.parametrize(
     ("text", "position"),
     [
@@ -264,8 +270,8 @@ def test_impossible_key_is_refused_and_shown_safely(name: str) -> None:
     assert len(message) < 300
 
 
-@pytest.mark.parametrize("name", ["a\nb", " a", "x" * 201, "", "http://u:S3cr@h"])
-def test_impossible_id_is_no_endpoint_without_models_either(name: str) -> None:
+@pytest.mark.parametrize("name", ["a\nb", " a", "x" * 201, "", "http://u:S3cr@h", None, 5, ["S3cr"]])
+def test_impossible_id_is_no_endpoint_without_models_either(name: object) -> None:
     """With no models configured every id is an endpoint, if it can be an id."""
     for settings in (GuardSettings(), GuardSettings(models=[{"id": "a"}])):
         with pytest.raises(ConfigurationError) as caught:

@@ -56,7 +56,7 @@ class Server:
             connection.recv(65_536)
             connection.sendall(self._reply)
             if self._hang:
-                self._over.wait(10)
+                self._over.wait(30)
 
     def close(self):
         self._over.set()
@@ -94,74 +94,74 @@ def refused():
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
-def by_httpx(url):
+def by_httpx(url, timeout_s):
     """Ask with httpx, blocking."""
-    with httpx.Client(timeout=0.2, trust_env=False) as client:
+    with httpx.Client(timeout=timeout_s, trust_env=False) as client:
         client.post(url, content=b"x").raise_for_status()
 
 
-def by_async_httpx(url):
+def by_async_httpx(url, timeout_s):
     """Ask with httpx, async."""
 
     async def post():
-        async with httpx.AsyncClient(timeout=0.2, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=timeout_s, trust_env=False) as client:
             (await client.post(url, content=b"x")).raise_for_status()
 
     asyncio.run(post())
 
 
-def by_openai(url):
+def by_openai(url, timeout_s):
     """Ask with openai's client."""
-    with openai.OpenAI(api_key="k", base_url=url, max_retries=0, timeout=0.2) as client:
+    with openai.OpenAI(api_key="k", base_url=url, max_retries=0, timeout=timeout_s) as client:
         client.embeddings.create(model="m", input="x")
 
 
-def by_openai_stream(url):
+def by_openai_stream(url, timeout_s):
     """Ask with openai's client, reading a stream."""
     messages = [{"role": "user", "content": "x"}]
     with (
-        openai.OpenAI(api_key="k", base_url=url, max_retries=0, timeout=0.2) as client,
+        openai.OpenAI(api_key="k", base_url=url, max_retries=0, timeout=timeout_s) as client,
         client.chat.completions.create(model="m", messages=messages, stream=True) as stream,
     ):
         list(stream)
 
 
-def by_async_openai(url):
+def by_async_openai(url, timeout_s):
     """Ask with openai's async client."""
 
     async def create():
-        async with openai.AsyncOpenAI(api_key="k", base_url=url, max_retries=0, timeout=0.2) as client:
+        async with openai.AsyncOpenAI(api_key="k", base_url=url, max_retries=0, timeout=timeout_s) as client:
             await client.embeddings.create(model="m", input="x")
 
     asyncio.run(create())
 
 
-def by_requests(url):
+def by_requests(url, timeout_s):
     """Ask with requests."""
     with requests.Session() as session:
         session.trust_env = False
-        session.post(url, data=b"x", timeout=0.2).raise_for_status()
+        session.post(url, data=b"x", timeout=timeout_s).raise_for_status()
 
 
-def by_retrying_requests(url):
+def by_retrying_requests(url, timeout_s):
     """Ask with requests, with retries of its own."""
     with requests.Session() as session:
         session.trust_env = False
         session.mount("http://", HTTPAdapter(max_retries=Retry(1, backoff_factor=0, status_forcelist=[500, 503])))
-        session.get(url, timeout=0.2)
+        session.get(url, timeout=timeout_s)
 
 
-def by_ollama(url):
+def by_ollama(url, timeout_s):
     """Ask with ollama's client."""
-    client = ollama.Client(host=url, timeout=0.2, trust_env=False)
+    client = ollama.Client(host=url, timeout=timeout_s, trust_env=False)
     with client._client:
         client.embed(model="m", input="x")
 
 
-def by_urllib(url):
+def by_urllib(url, timeout_s):
     """Ask with the standard library."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=0.2) as response:
+    with opener.open(url, timeout=timeout_s) as response:
         response.read()
 
 
@@ -169,10 +169,10 @@ CLIENTS = [by_httpx, by_async_httpx, by_openai, by_openai_stream, by_async_opena
 by_client = pytest.mark.parametrize("call", CLIENTS, ids=lambda call: call.__name__)
 
 
-def end_of(call, url):
+def end_of(call, url, timeout_s=10.0):
     """Call, and classify what it raises."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 - which one is the client's affair
-        call(url)
+        call(url, timeout_s)
     return classify_exception(caught.value, now_epoch_s=0.0)
 
 
@@ -185,7 +185,7 @@ def test_refused_connection_is_overload(call, refused):
 @by_client
 def test_silence_is_overload(call, serve):
     """The server accepts and never sends a byte."""
-    assert end_of(call, serve(hang=True)).outcome is Outcome.OVERLOAD
+    assert end_of(call, serve(hang=True), timeout_s=0.2).outcome is Outcome.OVERLOAD
 
 
 @by_client
@@ -198,7 +198,7 @@ def test_connection_closed_without_an_answer_is_overload(call, serve):
 @pytest.mark.parametrize("hang", [False, True], ids=["cut", "silent"])
 def test_answer_cut_in_the_middle_is_overload(call, serve, hang):
     """The answer began with 200 and did not end."""
-    found = end_of(call, serve(HEAD + b"data: {}\n\n", hang=hang))
+    found = end_of(call, serve(HEAD + b"data: {}\n\n", hang=hang), timeout_s=0.2 if hang else 10.0)
     assert (found.outcome, found.status) == (Outcome.OVERLOAD, None)
 
 
@@ -244,18 +244,16 @@ def test_error_event_in_a_stream_is_overload(serve):
     assert found == Classified(outcome=Outcome.OVERLOAD, reason="APIError")
 
 
-@pytest.mark.parametrize("module", [httpx, "openai"], ids=["httpx", "openai"])
+@pytest.mark.parametrize("module", ["httpx", "openai"])
 def test_full_connection_pool_is_ignored(serve, module):
     """Our own pool had no connection to give: the server was not even asked."""
     url = serve(HEAD, hang=True)
     limits = httpx.Limits(max_connections=1)
     with httpx.Client(limits=limits, timeout=httpx.Timeout(5, pool=0.1), trust_env=False) as http:
-        call = http.get
-        if module == "openai":
-            client = openai.OpenAI(api_key="k", base_url=url, max_retries=0, http_client=http)
+        client = openai.OpenAI(api_key="k", base_url=url, max_retries=0, http_client=http)
 
-            def call(_):
-                client.models.list()
+        def call(*_):
+            return client.models.list() if module == "openai" else http.get(url)
 
         with http.stream("GET", url):
             assert end_of(call, url) == Classified(outcome=Outcome.IGNORED, reason="PoolTimeout")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guard_middleware.core.outcome import Classified, Outcome, classify_status
@@ -165,6 +165,7 @@ def test_status_of_a_good_answer_cannot_be_made_overload(status):
     assert classify_status(status, extra_overload={status}).outcome is not Outcome.OVERLOAD
 
 
+@settings(deadline=None)
 @given(
     status=st.one_of(st.integers(-1_000, 1_000), st.text(max_size=4), st.booleans(), st.none(), st.floats()),
     body=st.one_of(st.none(), st.text(), st.binary(), st.integers()),

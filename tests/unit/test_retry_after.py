@@ -9,7 +9,7 @@ from email.utils import format_datetime
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from requests.structures import CaseInsensitiveDict
 from urllib3 import HTTPHeaderDict
@@ -187,6 +187,7 @@ def test_hint_survives_hostile_headers(headers):
     assert hint(headers) is None
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(["retry-after", "Retry-After", "retry-after-ms"]),
     value=st.one_of(
@@ -206,6 +207,7 @@ def test_hint_is_always_bounded_and_never_raises(name, value, date, now_epoch_s)
     assert found is None or (isinstance(found, int) and 0 <= found <= RETRY_AFTER_CAP_MS)
 
 
+@settings(deadline=None)
 @given(seconds=st.floats(min_value=0, max_value=599))
 def test_hint_is_never_shorter_than_said(seconds):
     """Too late is polite, too early is not; but not much too late either."""
