@@ -46,9 +46,9 @@ def test_row_33_the_line_goes_by_priority_then_arrival_whatever_the_actors_prior
     bench = make_bench()
     order = []
     low = bench.actor(
-        order.append, actor_name="low", queue_name="one", priority_class="background_ingestion", priority=-5
+        order.append, actor_name="low", queue_name="one", guard_priority="background_ingestion", priority=-5
     )
-    high = bench.actor(order.append, actor_name="high", queue_name="two", priority_class="interactive", priority=5)
+    high = bench.actor(order.append, actor_name="high", queue_name="two", guard_priority="interactive", priority=5)
     bench.start(threads=4)
     with bench.full():
         for index in range(3):
@@ -106,7 +106,7 @@ def test_row_37_what_a_killed_worker_held_is_back_within_a_lease_and_can_be_admi
         },
     ) as deployment:
         # Given a worker that is killed while two calls hold the permits and others are parked
-        victim = deployment.start(processes=1, threads=2, queues=["orchestration"])
+        victim = deployment.start(processes=1, threads=6, queues=["orchestration"])
         held = deployment.send("orchestrate", 2, kwargs={"ms": 60_000})
         wait_until(lambda: deployment.server.stats()["chat"].in_flight == 2, 10)
         ids = deployment.send("orchestrate", 6)

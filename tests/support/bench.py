@@ -125,17 +125,21 @@ class Bench:
     # -- actors ------------------------------------------------------------------------------------------------------
 
     def actor(
-        self, fn: Callable[..., Any] | None = None, *, model: str | None = "chat", **options: Any
+        self,
+        fn: Callable[..., Any] | None = None,
+        *,
+        model: str | None = "chat",
+        guard_priority: str | None = None,
+        **options: Any,
     ) -> Any:
         """Declare an actor whose body counts itself: guarded, unless `model` is `None`."""
 
         def declare(body: Callable[..., Any]) -> Actor[..., Any]:
             counted = self._counted_async(body, model) if iscoroutinefunction(body) else self._counted(body, model)
-            known = {"broker": self.broker, "min_backoff": 10, "max_backoff": 50, **options}
-            if model is None or not self.is_guarded:
-                mine = {key: value for key, value in known.items() if key not in ("priority_class", "cost")}
-                return dramatiq.actor(counted, **mine)
-            return guarded(model=model, priority=known.pop("priority_class", None), **known)(counted)
+            declared = dramatiq.actor(counted, broker=self.broker, **{"min_backoff": 10, "max_backoff": 50, **options})
+            if model is not None and self.is_guarded:
+                guarded(model=model, priority=guard_priority)(declared)
+            return declared
 
         return declare if fn is None else declare(fn)
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+    from guard_middleware.testing.model_server import Request
+
 ROOT = Path(__file__).resolve().parents[2]
 QUEUES = {
     "embed": "embedding",
@@ -233,7 +235,7 @@ class Deployment:
         module: str = "tests.support.app",
     ) -> WorkerGroup:
         """Start a worker group with Dramatiq's own CLI."""
-        log = self.tmp_path / f"workers-{len(self.groups)}.log"
+        log = self.tmp_path / f"workers-{self.broker_namespace}-{len(self.groups)}.log"
         command = [sys.executable, "-m", "dramatiq", module, "--processes", str(processes), "--threads", str(threads)]
         if queues:
             command += ["--queues", *queues]
@@ -289,6 +291,28 @@ class Deployment:
             missing = wanted - set(self.done_ids())
             msg = f"{len(missing)} of {len(wanted)} messages are not done after {timeout_s} s; {self.describe()}"
             raise AssertionError(msg) from None
+
+    def arrivals(self) -> dict[str, float]:
+        """When each message first reached a thread of a worker; of `tests.support.sharing_app` only."""
+        found: dict[str, float] = {}
+        for entry in map(json.loads, self.redis.lrange(f"{self.broker_namespace}:arrivals", 0, -1)):
+            found.setdefault(entry["id"], entry["at"])
+        return found
+
+    def calls(self, endpoint: str = "chat") -> list[Request]:
+        """The calls of one endpoint in the order in which the server got them."""
+        found = (one for one in self.server.log() if one.number and one.endpoint == endpoint)
+        return sorted(found, key=lambda one: one.t_start)
+
+    def wait_parked(self, count: int, endpoint: str = "chat", timeout_s: float = 15) -> None:
+        """Wait until at least so many stand in an endpoint's waiting lines."""
+        store = self.store()
+        try:
+            wait_until(lambda: sum(store.snapshot().endpoints[endpoint].waiting.values()) >= count, timeout_s)
+        except AssertionError:
+            raise AssertionError(self.describe()) from None
+        finally:
+            store.close()
 
     def dead(self) -> dict[str, list[str]]:
         """Dead-lettered messages by queue."""
