@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401  # a module's attributes are of any type
+def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `import guard_middleware` itself loads nothing else."""
     if name not in _HOMES:
         msg = f"module {__name__!r} has no attribute {name!r}"

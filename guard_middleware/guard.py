@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from guard_middleware.config import GuardSettings
 from guard_middleware.core.commands import Action, Ask, Finish, Operate, Reply, Snapshot, Status
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 
 _ASK_AGAIN_S = 1.0
 """How long a waiting caller relies on being notified before it asks again."""
+
+
+def never_admissible(model: str, cost: int) -> str:
+    """What to say of a call that no state of its endpoint could ever admit."""
+    return (
+        f"a call of cost {cost} can never be admitted on {model!r}: its ceiling, or the budget of its GPU group without "
+        "the others' floors, is smaller; lower the cost or raise them"
+    )
 
 
 class Guard:
@@ -223,15 +231,9 @@ class Guard:
                 reply, holding = self._ask_once(heartbeat, ask, deadline_s)
                 if holding is not None:
                     return holding, reply
-                if reply.status is Status.IMPOSSIBLE:
-                    msg = (
-                        f"a call of cost {ask.cost} can never be admitted on {ask.endpoint!r}: its ceiling, or the "
-                        "budget of its GPU group without the others' floors, is smaller; lower the cost or raise it"
-                    )
-                    raise ConfigurationError(msg)
                 left_s = deadline_s - time.monotonic()
                 if reply.status is not Status.WAITING or left_s <= 0:
-                    raise self._denied(ask, reply)
+                    self._deny(ask, reply)
                 heartbeat.wait_granted(ask.lease, min(left_s, _ASK_AGAIN_S))
         except BaseException:
             if ask.wait:
@@ -252,9 +254,11 @@ class Guard:
                 pause_s = min(2 * pause_s, 1.0)
 
     @staticmethod
-    def _denied(ask: Ask, reply: Reply) -> AdmissionDenied:
+    def _deny(ask: Ask, reply: Reply) -> NoReturn:
+        if reply.status is Status.IMPOSSIBLE:
+            raise ConfigurationError(never_admissible(ask.endpoint, ask.cost))
         name = next(one for one in Priority if one.rank == ask.rank)
-        return AdmissionDenied(ask.endpoint, name.value, reply.reason or Reason.ENDPOINT_FULL, reply.retry_after_ms)
+        raise AdmissionDenied(ask.endpoint, name.value, reply.reason or Reason.ENDPOINT_FULL, reply.retry_after_ms)
 
     @staticmethod
     def _finish(heartbeat: Heartbeat, holding: Holding, ended: Classified) -> None:

@@ -68,7 +68,8 @@ class Permit:
 
     def __repr__(self) -> str:
         """Ids and numbers only."""
-        return f"<Permit model={self.model!r} endpoint={self.endpoint.id!r} priority={self.priority.value} cost={self.cost}>"
+        where = f"model={self.model!r} endpoint={self.endpoint.id!r}"
+        return f"<Permit {where} priority={self.priority.value} cost={self.cost}>"
 
     def record(
         self,

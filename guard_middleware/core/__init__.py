@@ -1,0 +1,1 @@
+"""The rule itself: values in, values out. Nothing here touches the world."""

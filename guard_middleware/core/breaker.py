@@ -85,9 +85,7 @@ def trip(state: Breaker, spec: EndpointSpec, rules: Rules, *, retry_after_ms: in
     """Open, for the next cooldown or as long as the server asked, whichever is longer."""
     trips = state.trips + 1
     pause = max(cooldown_ms(spec, trips), min(retry_after_ms, rules.retry_after_cap_ms))
-    return Breaker(
-        generation=state.generation + 1, open_until_ms=max(state.open_until_ms, now_ms + pause), trips=trips
-    )
+    return Breaker(generation=state.generation + 1, open_until_ms=max(state.open_until_ms, now_ms + pause), trips=trips)
 
 
 def close(state: Breaker, *, full_limit: int) -> Breaker:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING
 
-from guard_middleware.core.outcome import Outcome
-from guard_middleware.core.values import Published
+if TYPE_CHECKING:
+    from guard_middleware.core.outcome import Outcome
+    from guard_middleware.core.values import Published
 
 
 class Status(IntEnum):

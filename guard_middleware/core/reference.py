@@ -81,8 +81,9 @@ class Reference(Servant):
                 self.leave(line, waiter)
                 state.parked.pop((line, waiter), None)
                 return self._reply(Status.IMPOSSIBLE, command.process, reason=reason)
-            case Delay(reason=reason, retry_after_ms=retry_after_ms) | Reroute(
-                reason=reason, retry_after_ms=retry_after_ms
+            case (
+                Delay(reason=reason, retry_after_ms=retry_after_ms)
+                | Reroute(reason=reason, retry_after_ms=retry_after_ms)
             ):
                 return self._not_now(command, line, waiter, parked, reason, retry_after_ms)
             case other:
@@ -280,9 +281,7 @@ class Reference(Servant):
             self._drain_unnamed(known)
         serving = self.serve(command.process, 0 if repeated else want, command.id)
         serving.takes = [*repeated, *serving.takes]
-        return replace(
-            self._reply(Status.DONE, command.process, serving=serving), lost=lost, stolen=stolen
-        )
+        return replace(self._reply(Status.DONE, command.process, serving=serving), lost=lost, stolen=stolen)
 
     def _renew(self, lease_id: str) -> bool:
         """Give a lease its full time again. One that was asked for and not given yet is not lost, just unknown."""
@@ -479,9 +478,7 @@ class Reference(Servant):
             return None
         return tombstone
 
-    def _bury(
-        self, lease_id: str, status: Status, reason: str, retry_after_ms: int, takes: tuple[str, ...]
-    ) -> None:
+    def _bury(self, lease_id: str, status: Status, reason: str, retry_after_ms: int, takes: tuple[str, ...]) -> None:
         self.state.tombstones[lease_id] = Tombstone(
             status=status,
             until_ms=self.now_ms + self.state.rules.lease_ms,

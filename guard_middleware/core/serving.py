@@ -333,9 +333,7 @@ class Servant(Machine):
                     break
         return min(found)[1:] if found else None
 
-    def _let_go(
-        self, serving: Serving, line: Line, waiter: str, parked: Parked, endpoint: str, runner: str
-    ) -> None:
+    def _let_go(self, serving: Serving, line: Line, waiter: str, parked: Parked, endpoint: str, runner: str) -> None:
         if line[1:] == ("", ""):
             self.leave(line, waiter)
             del self.state.parked[line, waiter]
@@ -347,9 +345,7 @@ class Servant(Machine):
             if len(serving.woken) >= WAKES:
                 serving.closed_endpoints.add(line[0])
                 return
-            self.grant(
-                HOLD_PREFIX + runner, self.new_lease(endpoint, line[0], runner, parked, None, hold=True)
-            )
+            self.grant(HOLD_PREFIX + runner, self.new_lease(endpoint, line[0], runner, parked, None, hold=True))
             self._wake(serving, runner)
             serving.passed.add((line, waiter))
 

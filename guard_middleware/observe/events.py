@@ -14,7 +14,7 @@ import structlog
 LOGGER = "guard_middleware"
 
 
-def _logger() -> Any:  # noqa: ANN401  # structlog's own loggers are untyped proxies
+def _logger() -> Any:
     return structlog.wrap_logger(
         logging.getLogger(LOGGER),
         processors=[

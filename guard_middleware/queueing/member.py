@@ -14,6 +14,7 @@ from guard_middleware.core.commands import Ask, Finish, Message, Reply, Status, 
 from guard_middleware.core.outcome import Outcome
 from guard_middleware.core.verdict import Reason
 from guard_middleware.errors import StoreUnavailable
+from guard_middleware.guard import never_admissible
 from guard_middleware.holdings import new_id
 from guard_middleware.observe import events
 from guard_middleware.permit import Permit, set_current
@@ -235,11 +236,7 @@ class Member:
                 turn.doubt = None
             case Status.IMPOSSIBLE:
                 turn.doubt = None
-                self._dead_letter(
-                    proxy,
-                    f"a call of cost {asked.cost} can never be admitted on {asked.model!r}: its ceiling, or the "
-                    "budget of its GPU group without the others' floors, is smaller",
-                )
+                self._dead_letter(proxy, never_admissible(asked.model, asked.cost))
             case Status.REFUSED:
                 turn.doubt = None
                 self._postpone(proxy, reply)

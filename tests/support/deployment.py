@@ -90,7 +90,9 @@ class WorkerGroup:
     def wait_ready(self, processes: int, timeout_s: float = 30) -> Self:
         """Wait until all workers are ready for messages."""
         wait_until(
-            lambda: self.log.count("ready for action") >= processes, timeout_s, f"workers not ready:\n{self.log[-3000:]}"
+            lambda: self.log.count("ready for action") >= processes,
+            timeout_s,
+            f"workers not ready:\n{self.log[-3000:]}",
         )
         return self
 
@@ -184,9 +186,7 @@ class Deployment:
 
     def settings_env(self) -> dict[str, str]:
         """The guard's environment."""
-        models = [
-            {"id": name, "base_url": self.server.url(name), **fields} for name, fields in self._models.items()
-        ]
+        models = [{"id": name, "base_url": self.server.url(name), **fields} for name, fields in self._models.items()]
         return {
             "GUARD_REDIS_URL": self.redis_url,
             "GUARD_NAMESPACE": self.namespace,
@@ -241,7 +241,12 @@ class Deployment:
             command += ["--queues", *queues]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                command, cwd=ROOT, env=self.worker_env(env), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=self.worker_env(env),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         group = WorkerGroup(process, log)
         self.groups.append(group)
@@ -282,8 +287,9 @@ class Deployment:
         wanted = set(ids)
         try:
             wait_until(
-                lambda: self.redis.llen(f"{self.broker_namespace}:done") >= len(wanted)
-                and wanted <= set(self.done_ids()),
+                lambda: (
+                    self.redis.llen(f"{self.broker_namespace}:done") >= len(wanted) and wanted <= set(self.done_ids())
+                ),
                 timeout_s,
                 every_s=0.05,
             )
