@@ -60,7 +60,7 @@ types: venv
 	$(RUN) mypy $(TYPED)
 
 imports: venv
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo --no-cache
 
 # Never passes unseen: where there is no luacheck, say so and fail, unless told LUACHECK=skip.
 lua: venv

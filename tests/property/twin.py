@@ -34,6 +34,14 @@ return found
 """
 
 
+CLOCK = "last_run due places takes epoch_until away held_at"
+RULES = "lease_ms heartbeat_ms hold_ms ageing_ms max_overloads reserve_fraction probe_deadline_ms retry_after_cap_ms"
+ENDPOINT = "override paused generation open_until_ms trips fails probe_until_ms ramp mean background_at"
+SPEC = "ceiling floor reserve breaker fail_threshold base_cooldown_ms max_cooldown_ms backoff_factor budget floors"
+LEASE = "rank cost place deadline_ms started_at_ms generation hold"
+PARKED = "rank cost place overloads denials overloaded deadline_ms"
+
+
 def unpack(data):
     """Read one MessagePack value, as far as the scripts write them."""
     value, end = _unpack(data, 0)
@@ -72,6 +80,17 @@ def _unpack(data, at):
         value, at = _unpack(data, at)
         values.append(value)
     return (values if kind == "a" else dict(zip(values[::2], values[1::2], strict=True))), at
+
+
+def numbers(names, packed):
+    """Read the numbers that a record begins with, by name, and what comes after them."""
+    names = names.split()
+    size = 8 * len(names)
+    return dict(zip(names, _whole(struct.unpack(f">{len(names)}d", packed[:size])), strict=True)), packed[size:]
+
+
+def _whole(values):
+    return [int(value) if value == value // 1 and abs(value) < 1 << 62 else value for value in values]
 
 
 def _pairs(flat):
@@ -142,9 +161,11 @@ class Stored:
                 self.broker[name] = value
         self.facts = {field.decode(): value for field, value in _pairs(self.guard.get("state", []))}
         self.namespaces = namespaces
-
-    def number(self, field):
-        return int(self.facts.get(field, 0))
+        self.clock, _ = numbers(CLOCK, self.facts["clock"])
+        self.endpoints = {}
+        for endpoint, packed in self.family("endpoint:").items():
+            one, probe = numbers(ENDPOINT, packed)
+            self.endpoints[endpoint] = one | {"probe": probe.decode()}
 
     def table(self, field):
         return unpack(self.facts[field]) if field in self.facts else None
@@ -163,24 +184,24 @@ class Stored:
         lines = self.lines()
         held_back = {self.whereabouts(member): at_ms for member, at_ms in self.zset("held_back").items()}
         parked = {
-            (self.line(line), waiter.decode()): unpack(packed)
+            (self.line(line), waiter.decode()): self.parked(packed)
             for line, flat in self.kind("parked:").items()
             for waiter, packed in _pairs(flat)
         }
         leases, tombstones = self.leases()
         self.check_bounds(lines, held_back, parked, leases)
         return {
-            "rules": self.table("rules") or asdict(Rules()),
-            "epoch": (self.facts.get("epoch", b"").decode(), self.number("epoch_until")),
-            "counters": (self.number("last_run"), self.number("places"), self.number("takes")),
+            "rules": numbers(RULES, self.facts["rules"])[0] if "rules" in self.facts else asdict(Rules()),
+            "epoch": (self.facts.get("epoch", b"").decode(), self.clock["epoch_until"]),
+            "counters": tuple(self.clock[name] for name in ("last_run", "places", "takes")),
             "published": {process.decode() for process, _ in _pairs(self.guard.get("published", []))},
             "specs": self.specs(),
             "budgets": self.table("budgets") or {},
-            "overrides": {endpoint: int(value) for endpoint, value in self.family("override:").items()},
-            "paused": set(self.family("paused:")),
+            "overrides": {name: one["override"] for name, one in self.endpoints.items() if one["override"] >= 0},
+            "paused": {name for name, one in self.endpoints.items() if one["paused"]},
             "breakers": self.breakers(),
-            "means": {endpoint: int(value) for endpoint, value in self.family("mean:").items()},
-            "background_at": {endpoint: int(value) for endpoint, value in self.family("background_at:").items()},
+            "means": {name: one["mean"] for name, one in self.endpoints.items() if one["mean"]},
+            "background_at": {name: one["background_at"] for name, one in self.endpoints.items() if one["background_at"]},
             "slots": {self.slot(name): int(value) for name, value in self.family("slot:").items()},
             "lines": lines,
             "held_back": held_back,
@@ -192,8 +213,13 @@ class Stored:
         }
 
     def breakers(self):
-        found = {endpoint: unpack(packed) for endpoint, packed in self.family("breaker:").items()}
-        return {endpoint: one for endpoint, one in found.items() if one != asdict(Breaker())}
+        names = asdict(Breaker())
+        found = {endpoint: {name: one[name] for name in names} for endpoint, one in self.endpoints.items()}
+        return {endpoint: one for endpoint, one in found.items() if one != names}
+
+    def parked(self, packed):
+        one, process = numbers(PARKED, packed)
+        return one | {"overloaded": one["overloaded"] == 1, "process": process.decode()}
 
     def slot(self, name):
         endpoint, rank = name.rsplit(US, 1)
@@ -219,11 +245,14 @@ class Stored:
     def specs(self):
         found = {}
         for endpoint, packed in self.family("spec:").items():
-            spec = unpack(packed)
-            spec["reserve"] = spec.get("reserve")
-            for derived in ("budget", "floors", "others"):
-                spec.pop(derived, None)
-            found[endpoint] = spec
+            spec, texts = numbers(SPEC, packed)
+            texts = unpack(texts)
+            budget, floors = spec.pop("budget"), spec.pop("floors")
+            assert budget == (self.table("budgets") or {}).get(texts["group"], -1)
+            assert floors == sum(other["floor"] for other in texts["others"])
+            spec["reserve"] = None if spec["reserve"] < 0 else spec["reserve"]
+            spec["breaker"] = spec["breaker"] == 1
+            found[endpoint] = spec | {"id": endpoint, "group": texts["group"], "fallback": texts["fallback"]}
         assert sorted(found) == (self.table("endpoints") or [])
         return found
 
@@ -236,41 +265,41 @@ class Stored:
                 units[lease_id] += 1
         live, tombstones = {}, {}
         for lease_id, packed in self.kind("lease:").items():
-            one = unpack(packed)
-            if "endpoint" in one:
-                live[lease_id] = one
-            elif (until := one["until_ms"] + self.number("away") - one["away_ms"]) > self.now:
-                takes = tuple(one.get("takes", ()))
-                tombstones[lease_id] = (
-                    one["status"],
-                    until,
-                    one.get("reason", ""),
-                    one.get("retry_after_ms", 0),
-                    takes,
-                )
+            if packed.startswith(b"L"):
+                one, texts = numbers(LEASE, packed[1:])
+                texts = unpack(texts)
+                live[lease_id] = one | {"hold": one["hold"] == 1}
+                live[lease_id] |= dict(zip(("endpoint", "home", "process", "via"), texts[:4], strict=True))
+                names = ("namespace", "queue", "id", "worker")
+                live[lease_id]["message"] = dict(zip(names, texts[4:], strict=True)) if texts[4:] else None
+            else:
+                one, texts = numbers("status until away retry_after", packed[1:])
+                until = one["until"] + self.clock["away"] - one["away"]
+                reason, takes = [*(unpack(texts) if texts else ("",)), ()][:2]
+                if until > self.now:
+                    tombstones[lease_id] = (one["status"], until, reason, one["retry_after"], tuple(takes))
         assert set(live) == set(expiries), "a lease's record and its units go together"
         assert {lease_id: one["cost"] for lease_id, one in live.items()} == dict(units)
         leased = {endpoint.decode() for endpoint in self.guard.get("leased", [])}
         assert {endpoint for endpoint, _ in expiries.values()} <= leased
-        held = {one["process"] for one in live.values() if one.get("hold")}
-        assert held == set(self.family("hold:"))
-        return {lease_id: self.lease(one, expiries[lease_id]) for lease_id, one in live.items()}, tombstones
+        held = {one["process"] for one in live.values() if one["hold"]}
+        assert held == {process for process, one in self.reported().items() if one["held"]}
+        for lease_id, one in live.items():
+            assert expiries[lease_id][0] == one["endpoint"]
+            one["expires_at_ms"] = expiries[lease_id][1]
+        return live, tombstones
 
-    def lease(self, one, expiry):
-        message = None
-        if "message" in one:
-            message = {name: one.pop(name) for name in ("namespace", "queue", "worker")} | {"id": one.pop("message")}
-        assert expiry[0] == one["endpoint"]
-        return {"hold": False, "via": "", **one, "message": message, "expires_at_ms": expiry[1]}
+    def reported(self):
+        return {process: numbers("idle held", packed)[0] for process, packed in self.family("process:").items()}
 
     def processes(self):
         alive = self.zset("alive")
         said = {process.decode(): unpack(packed) for process, packed in _pairs(self.guard.get("processes", []))}
         found = {}
-        for process, idle in self.family("idle:").items():
+        for process, known in self.reported().items():
             one = said.get(process, {"queues": {}, "worker": "", "beat": "", "beaten_at_ms": 0, "before_ms": 0})
             queues = {tuple(full.split(US)) for full in one["queues"]}
-            found[process] = {**one, "queues": queues, "idle": int(idle), "alive_until_ms": alive[process]}
+            found[process] = {**one, "queues": queues, "idle": known["idle"], "alive_until_ms": alive[process]}
         assert set(alive) == set(found) >= set(said)
         consumers = {
             (process.decode(), tuple(full.split(US)))
@@ -284,8 +313,8 @@ class Stored:
         """What is kept to save a look elsewhere is never later than what is to be seen there."""
         instants = [lease["expires_at_ms"] for lease in leases.values()]
         instants += [*self.zset("alive").values(), *held_back.values()]
-        assert not instants or self.number("due") <= min(instants)
-        assert (self.number("held_at") or None) == min(held_back.values(), default=None)
+        assert self.clock["due"] <= min(instants, default=float("inf"))
+        assert self.clock["held_at"] == min(held_back.values(), default=float("inf"))
         standing = {(line, waiter) for line, waiters in lines.items() for waiter, _ in waiters} | set(held_back)
         assert standing <= set(parked)
         due = {key: parked[key]["deadline_ms"] for key in standing if parked[key]["deadline_ms"]}

@@ -131,6 +131,8 @@ class Deployment:
         env: further environment of the workers and of the guard in this process.
         broker_namespace: of Dramatiq's keys; its own if not given.
         namespace: of the guard's keys; its own if not given.
+        server: the model server, if it is somebody else's.
+        kill_at_end: end the workers by SIGKILL, for tests that are not about shutdowns: each takes seconds.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class Deployment:
         broker_namespace: str = "",
         namespace: str = "",
         server: ModelServer | None = None,
+        kill_at_end: bool = False,
     ) -> None:
         self.redis_url = redis_url
         self.tmp_path = tmp_path
@@ -157,6 +160,7 @@ class Deployment:
         self.redis = redis.Redis.from_url(redis_url)
         self.broker = RedisBroker(url=redis_url, namespace=self.broker_namespace)
         self.groups: list[WorkerGroup] = []
+        self._kill_at_end = kill_at_end
         self.sent: list[str] = []
         self._guard: Guard | None = None
 
@@ -171,6 +175,8 @@ class Deployment:
     ) -> None:
         """End the workers, the guard of this process and the model server."""
         for group in self.groups:
+            if self._kill_at_end and group.process.poll() is None:
+                group.kill()
             group.stop()
         if self._guard is not None:
             self._guard.close()

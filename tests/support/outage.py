@@ -40,6 +40,7 @@ def serving(*names: str, ceiling: int, **endpoint: Any) -> dict[str, Any]:
     others = [name for name in ("chat", "embed") if name not in names]
     return {
         "endpoints": [*(FakeEndpoint(name=name, **endpoint) for name in names), *map(_idle, others)],
+        "kill_at_end": True,
         "models": {**{name: {"max_concurrent_requests": ceiling} for name in names}, **{name: {} for name in others}},
     }
 

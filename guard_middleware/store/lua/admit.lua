@@ -30,6 +30,7 @@
 ]]
 --- @include "state"
 --- @include "leases"
+--- @include "grant"
 --- @include "capacity"
 -- The common case, without what the others need: nobody waits, time has ended nothing, and the call may start.
 do
@@ -37,31 +38,30 @@ do
   local rank, cost, idle = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[8])
   local namespace, queue, message, worker = KEYS[2], ARGV[11], ARGV[12], ARGV[13]
   prefetch({
-    "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "places", "away", "idle:" .. process,
-    HOLD .. process, "spec:" .. endpoint, "breaker:" .. endpoint, "override:" .. endpoint, "paused:" .. endpoint,
+    "clock", "rules", "epoch", "lines", "process:" .. process, "spec:" .. endpoint, "endpoint:" .. endpoint,
   })
-  rules = record("rules")
-  local spec, breaker = record("spec:" .. endpoint), record("breaker:" .. endpoint)
-  if facts.epoch and spec and facts["idle:" .. process] and now >= tonumber(facts.epoch_until)
-    and now - facts.last_run <= 2 * rules.heartbeat_ms and now < tonumber(facts.due)
-    and not facts.lines and not facts.held_at and not facts[HOLD .. process] and not facts["paused:" .. endpoint]
-    and (not breaker or not spec.breaker or (breaker.open_until_ms == 0 and breaker.ramp == -1))
-    and cost <= spec.ceiling and not (spec.budget and cost > spec.budget - spec.floors)
-    and call("EXISTS", LEASE .. lease_id) == 0
+  local known, spec = process_of(process), spec_of(endpoint)
+  local one = spec and endpoint_of(endpoint)
+  if known and spec and facts.epoch and now >= clock.epoch_until_ms
+    and now - clock.last_run_ms <= 2 * rules.heartbeat_ms and now < clock.due_ms
+    and not facts.lines and clock.held_at_ms == huge and not known.held and not one.paused
+    and (not spec.breaker or (one.open_until_ms == 0 and one.ramp == -1)) and not impossible(spec, cost)
     and (not message or (call("HEXISTS", namespace .. ":" .. queue .. ".msgs", message) == 1
       and call("SISMEMBER", namespace .. ":__acks__." .. worker .. "." .. queue, message) == 1
       and call("HEXISTS", root .. "parked:" .. endpoint .. "\31" .. namespace .. "\31" .. queue, message) == 0))
     and not no_room(endpoint, spec, cost, rank >= BACKGROUND) then
-    local place, generation = tonumber(facts.places or 0) + 1, breaker and breaker.generation or 0
-    local expires_at_ms = grant(lease_id, {
-      endpoint = endpoint, home = endpoint, rank = rank, cost = cost, process = process, place = place,
+    local lease = {
+      endpoint = endpoint, home = endpoint, rank = rank, cost = cost, process = process, place = clock.places + 1,
       deadline_ms = tonumber(ARGV[9]), namespace = namespace, queue = queue, message = message, worker = worker,
-    }, generation)
-    set_fact("places", place)
-    set_fact("last_run", now)
-    if idle >= 0 then set_fact("idle:" .. process, idle) end
-    flush()
-    return { 0, "", 0, endpoint, generation, 0, expires_at_ms, -1, -1, facts.epoch, 0 }
+    }
+    local expires_at_ms = grant(lease_id, lease, "NX")
+    if expires_at_ms then               -- else this id has been asked for before
+      clock.places = lease.place
+      clock.last_run_ms = now
+      if idle >= 0 then set_idle(process, idle) end
+      flush()
+      return { 0, "", 0, endpoint, lease.generation, 0, expires_at_ms, -1, -1, facts.epoch, 0 }
+    end
   end
 end
 
@@ -85,30 +85,29 @@ local namespace, queue, message, worker = KEYS[2], ARGV[11], ARGV[12], ARGV[13]
 
 begin(process, idle)
 
-if not fact("epoch") or not fact("spec:" .. endpoint) or not fact("idle:" .. process) then
+if not fact("epoch") or not spec_of(endpoint) or not process_of(process) then
   return answer(UNCONFIGURED, process, "", 0)
 end
 
-local function admitted(lease, probe, expires_at_ms)
-  return answer(ADMITTED, process, "", 0, nil, {
-    endpoint = lease.endpoint, generation = lease.generation, probe = probe, expires_at_ms = expires_at_ms,
+local function admitted(lease, expires_at_ms, serving)
+  return answer(ADMITTED, process, "", 0, serving, {
+    endpoint = lease.endpoint, generation = lease.generation, probe = endpoint_of(lease.endpoint).probe == lease_id,
+    expires_at_ms = expires_at_ms,
   })
 end
 
 -- The idle threads of the process once the one that asked is free again, too.
-local idle_parked = idle >= 0 and idle + take or tonumber(fact("idle:" .. process))
+local idle_parked = idle >= 0 and idle + take or process_of(process).idle
 
 -- Step 1: a repeated command, or a lease that came with a take and is to be confirmed.
 local lease, tombstone = lease_of(lease_id)
 if lease then
-  local breaker = breaker_of(lease.endpoint)
-  local outdated = lease.generation ~= breaker.generation and breaker.open_until_ms ~= 0
-  if not (outdated and flags:find("c", 1, true)) then
-    return admitted(lease, breaker.probe == lease_id, expiry_of(lease_id, lease))
-  end
+  local one = endpoint_of(lease.endpoint)
+  local outdated = lease.generation ~= one.generation and one.open_until_ms ~= 0
+  if not (outdated and flags:find("c", 1, true)) then return admitted(lease, expiry_of(lease_id, lease)) end
   end_lease(lease_id, lease)
 elseif tombstone then
-  return answer_again(tombstone, process, idle_parked)
+  return answer_again(tombstone, process, idle >= 0 and idle_parked or -1)
 end
 
 -- Step 2: whoever has the message now, this worker does not.
@@ -129,10 +128,9 @@ end
 local known = (message or fact("lines")) and lines().parked(line, waiter)
 local parked = known
 if not parked then
-  local place = tonumber(fact("places") or 0) + 1
-  set_fact("places", place)
+  clock.places = clock.places + 1
   parked = {
-    rank = rank, cost = cost, place = place, deadline_ms = deadline_ms,
+    rank = rank, cost = cost, place = clock.places, deadline_ms = deadline_ms,
     overloads = 0, denials = 0, overloaded = false, process = message and "" or process,
   }
 end
@@ -149,9 +147,8 @@ if chosen then
     place = parked.place, deadline_ms = parked.deadline_ms,
     namespace = namespace, queue = queue, message = message, worker = worker,
   }
-  local generation, probe = give_role(lease_id, chosen)
-  local expires_at_ms = grant(lease_id, fresh, generation)
-  return admitted(fresh, probe, expires_at_ms)
+  give_role(lease_id, chosen)
+  return admitted(fresh, grant(lease_id, fresh))
 end
 if reason == "too_costly" then
   if known then
@@ -165,7 +162,7 @@ end
 if message then
   call("SREM", acks, message)
   lines().enter(line, waiter, parked)
-  set_fact("idle:" .. process, idle_parked)
+  set_idle(process, idle_parked)
   local serving = serve(process, take, lease_id)
   bury(lease_id, PARKED, reason, retry_after_ms, serving.taken)
   return answer(PARKED, process, reason, retry_after_ms, serving)
@@ -173,7 +170,10 @@ end
 if reason == "queue_ahead" then freed = true end   -- I9: somebody could go, and now has to hear of it
 if flags:find("w", 1, true) then
   if not lines().stands(line, waiter) then lines().enter(line, waiter, parked) end
-  return answer(WAITING, process, reason, retry_after_ms)
+  local serving = freed and serve(process, 0, "") or nil
+  local given = freed and lease_of(lease_id)           -- what was free went to this very caller
+  if given then return admitted(given, expiry_of(lease_id, given), serving) end
+  return answer(WAITING, process, reason, retry_after_ms, serving)
 end
 if flags:find("s", 1, true) then
   local slots = "slot:" .. endpoint .. "\31" .. ARGV[5]

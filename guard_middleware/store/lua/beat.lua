@@ -20,6 +20,7 @@
 ]]
 --- @include "state"
 --- @include "leases"
+--- @include "grant"
 --- @include "capacity"
 --- @include "order"
 --- @include "breaker"
@@ -49,14 +50,11 @@ local function list()
   return values
 end
 
-prefetch({
-  "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "deadlines", "idle:" .. process,
-  HOLD .. process,
-})
+prefetch({ "clock", "rules", "epoch", "lines", "process:" .. process, "deadlines" })
 local leaving = ARGV[7] == "1"
 begin(process, leaving and 0 or tonumber(ARGV[5]))
 
-if not fact("epoch") or not fact("idle:" .. process) then return answer(UNCONFIGURED, process, "", 0) end
+if not fact("epoch") or not process_of(process) then return answer(UNCONFIGURED, process, "", 0) end
 
 -- Count a call that still runs. Returns false if somebody else has its message.
 local function assert_again(id, held)
@@ -72,7 +70,7 @@ local function assert_again(id, held)
     if not mine then held.namespace, held.queue, held.message, held.worker = nil, nil, nil, nil end
   end
   call("SADD", root .. "leased", held.endpoint)
-  call("SET", LEASE .. id, pack(held))
+  write_lease(id, held)
   set_expiry(id, held, now + rules.lease_ms)
   return mine
 end
@@ -97,7 +95,7 @@ if known.beat ~= beat_id then
 end
 call("HSET", root .. "processes", process, pack(known))
 call("ZADD", root .. "alive", now + rules.lease_ms, process)
-due_at(now + rules.lease_ms)
+clock.due_ms = min(clock.due_ms, now + rules.lease_ms)
 
 local leases, outstanding, unbegun = list(), list(), list()
 local named, explained = {}, { [beat_id] = true }
@@ -130,7 +128,7 @@ for _, id in ipairs(unbegun) do give_back(id) end
 local again = {}
 for _, id in ipairs(leases_of(process)) do
   local lease = lease_of(id)
-  local said = named[id] or explained[id] or (lease.via and explained[lease.via])
+  local said = named[id] or explained[id] or explained[lease.via]
   if not said and lease.started_at_ms < known.before_ms then
     give_back(id)
   elseif lease.via == beat_id then
@@ -141,7 +139,7 @@ end
 local want = leaving and 0 or max(0, tonumber(ARGV[4]))
 local repeated = takes_again(again)
 if #repeated > 0 then
-  set_fact("idle:" .. process, max(0, tonumber(fact("idle:" .. process)) - #repeated / TAKE))
+  set_idle(process, max(0, process_of(process).idle - #repeated / TAKE))
   want = 0
 elseif want > 0 then
   local standing = {}

@@ -15,6 +15,7 @@
 ]]
 --- @include "state"
 --- @include "leases"
+--- @include "grant"
 --- @include "capacity"
 --- @include "order"
 --- @include "breaker"
@@ -40,6 +41,7 @@ local function number()
   return tonumber(text())
 end
 
+prefetch({ "clock", "rules", "epoch", "lines", "process:" .. process })
 begin(process, -1)
 
 local published = {
@@ -65,13 +67,16 @@ end
 call("HSET", root .. "published", process, pack(published))
 recompute()
 
-if not fact("idle:" .. process) then set_fact("idle:" .. process, 0) end
+if not process_of(process) then
+  processes[process] = { idle = 0, held = false }
+  changed_processes[process], changed["process:" .. process] = true, nil
+end
 call("ZADD", root .. "alive", now + rules.lease_ms, process)
-due_at(now + rules.lease_ms)
+clock.due_ms = min(clock.due_ms, now + rules.lease_ms)
 if not fact("epoch") then
   set_fact("epoch", process .. "@" .. string.format("%.0f", now))
   if hold_ms < 0 then hold_ms = rules.heartbeat_ms end
-  set_fact("epoch_until", now + (ARGV[4] ~= "" and rules.lease_ms or hold_ms))
+  clock.epoch_until_ms = now + (ARGV[4] ~= "" and rules.lease_ms or hold_ms)
 end
 freed = true                            -- a ceiling may have risen
 return answer(DONE, process, "", 0)

@@ -26,42 +26,46 @@
 --- @include "leases"
 -- The mean length of an endpoint's calls, smoothed with weight 1/8.
 local function smooth(lease)
-  local field = "mean:" .. lease.endpoint
-  if not fact("spec:" .. lease.endpoint) then return end
-  local mean_ms, length_ms = tonumber(fact(field) or 0), now - lease.started_at_ms
-  if mean_ms > 0 then length_ms = floor(mean_ms + (length_ms - mean_ms) / 8 + 0.5) end
-  if mean_ms ~= max(1, length_ms) then set_fact(field, max(1, length_ms)) end
+  if not spec_of(lease.endpoint) then return end
+  local one = endpoint_of(lease.endpoint)
+  local length_ms = now - lease.started_at_ms
+  if one.mean_ms > 0 then length_ms = floor(one.mean_ms + (length_ms - one.mean_ms) / 8 + 0.5) end
+  length_ms = max(1, length_ms)
+  if one.mean_ms ~= length_ms then
+    one.mean_ms = length_ms
+    changed_endpoints[lease.endpoint] = true
+  end
 end
 
 -- The common case, without what the others need: nobody waits, time has ended nothing, and all is well.
 do
   local process, lease_id, outcome, home, idle = ARGV[2], ARGV[3], ARGV[4], ARGV[6], tonumber(ARGV[9])
   prefetch({
-    "rules", "epoch", "epoch_until", "last_run", "due", "lines", "held_at", "deadlines", "away", "idle:" .. process,
-    HOLD .. process, "spec:" .. home, "breaker:" .. home, "mean:" .. home,
+    "clock", "rules", "epoch", "lines", "process:" .. process, "spec:" .. home, "endpoint:" .. home, "deadlines",
   })
-  rules = record("rules")
-  if rules and facts.due and now - facts.last_run <= 2 * rules.heartbeat_ms and now < tonumber(facts.due)
-    and not facts.lines and not facts.held_at and not facts[HOLD .. process]
+  local known = process_of(process)
+  if rules and now - clock.last_run_ms <= 2 * rules.heartbeat_ms and now < clock.due_ms
+    and not facts.lines and clock.held_at_ms == huge and not (known and known.held)
     and outcome ~= "overload" and ARGV[7] == "" then
-    local lease = lease_of(lease_id)
-    local breaker = lease and record("breaker:" .. lease.endpoint)
     local message, queue = ARGV[11], ARGV[10]
-    if lease and (not message or (lease.message
-      and call("SISMEMBER", KEYS[2] .. ":__acks__." .. ARGV[12] .. "." .. queue, message) == 1))
-      and (not breaker or (breaker.open_until_ms == 0 and breaker.fails == 0 and breaker.ramp == -1)) then
+    local lease = lease_of(lease_id)
+    local one = lease and endpoint_of(lease.endpoint)
+    if lease and one.open_until_ms == 0 and one.fails == 0 and one.ramp == -1
+      and (not message or (lease.message
+        and call("SISMEMBER", KEYS[2] .. ":__acks__." .. ARGV[12] .. "." .. queue, message) == 1)) then
       end_lease(lease_id, lease, true)
       if message then call("HDEL", root .. "parked:" .. home .. "\31" .. KEYS[2] .. "\31" .. queue, message) end
       if outcome == "success" then smooth(lease) end
       bury(lease_id, 5, "", 0)
-      set_fact("last_run", now)
-      if idle >= 0 and facts["idle:" .. process] then set_fact("idle:" .. process, idle) end
+      clock.last_run_ms = now
+      if idle >= 0 then set_idle(process, idle) end
       flush()
       return { 5, "", 0, "", 0, 0, 0, -1, 0, facts.epoch or "", 0 }
     end
   end
 end
 
+--- @include "grant"
 --- @include "capacity"
 --- @include "order"
 --- @include "breaker"
@@ -115,8 +119,8 @@ local function park_again(counted)
     return false
   end
   if park == "overloaded" then          -- a new place, behind those of its rank
-    parked.place = tonumber(fact("places") or 0) + 1
-    set_fact("places", parked.place)
+    clock.places = clock.places + 1
+    parked.place = clock.places
   end
   call("SREM", acks, message)
   lines().enter(line, message, parked, not_before_ms)

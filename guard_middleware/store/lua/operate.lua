@@ -16,6 +16,7 @@
 ]]
 --- @include "state"
 --- @include "leases"
+--- @include "grant"
 --- @include "capacity"
 --- @include "order"
 --- @include "breaker"
@@ -34,24 +35,21 @@ local DRAIN_BATCH = 500
 local action, target, value = ARGV[2], ARGV[3], tonumber(ARGV[4])
 local full = ARGV[5] .. "\31" .. ARGV[6]
 
+prefetch({ "clock", "rules", "epoch", "lines" })
 begin("", -1)
 
 local count = 0
+local one = endpoint_of(target)
 if action == "open" then
-  local breaker = breaker_of(target)
-  set_breaker(target, {
-    generation = breaker.generation + 1, open_until_ms = now + value, trips = breaker.trips,
-  })
+  move_breaker(target, now + value, one.trips, -1)
 elseif action == "close" or action == "reset" then
-  set_breaker(target, { generation = breaker_of(target).generation + 1 })
-elseif action == "override" then
-  set_fact("override:" .. target, value)
-elseif action == "clear_override" then
-  set_fact("override:" .. target, false)
-elseif action == "pause" then
-  set_fact("paused:" .. target, 1)
-elseif action == "resume" then
-  set_fact("paused:" .. target, false)
+  move_breaker(target, 0, 0, -1)
+elseif action == "override" or action == "clear_override" then
+  one.override = action == "override" and value or -1
+  changed_endpoints[target] = true
+elseif action == "pause" or action == "resume" then
+  one.paused = action == "pause"
+  changed_endpoints[target] = true
 elseif action == "drain" then
   if call("EXISTS", consumers_key(full)) == 1 and ARGV[7] ~= "1" then return answer(REFUSED_ALIVE, "", "", 0) end
   count = lines().drain(full, value > 0 and value or DRAIN_BATCH)

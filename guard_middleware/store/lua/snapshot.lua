@@ -19,7 +19,8 @@
 --- @include "rule"
 
 local DONE = 9
-rules = record("rules") or DEFAULT_RULES
+prefetch({ "clock", "rules", "lines" })
+rules = rules or DEFAULT_RULES
 
 -- Waiters by endpoint and rank, those that stand beside a line among them.
 local waiting, standing = {}, {}
@@ -45,28 +46,27 @@ for _, member in ipairs(call("ZRANGE", root .. "held_back", 0, -1)) do
   count(lines().parts(line).endpoint, lines().parked(line, waiter).rank)
 end
 
-local endpoints, groups, totals = {}, {}, {}
+local rows, groups, totals = {}, {}, {}
 for _, endpoint in ipairs(record("endpoints") or {}) do
-  local spec, breaker = spec_of(endpoint), breaker_of(endpoint)
-  local ceiling, units = ceiling_of(endpoint, spec), in_flight(endpoint)
-  totals[spec.group] = (totals[spec.group] or 0) + units
+  local spec, one = spec_of(endpoint), endpoint_of(endpoint)
+  local ceiling, units, group = ceiling_of(endpoint, spec), in_flight(endpoint), texts_of(spec).group
+  totals[group] = (totals[group] or 0) + units
   local row = {
-    endpoint, ceiling, (breaker.ramp == -1 or not spec.breaker) and ceiling or min(ceiling, 1 + breaker.ramp), units,
-    phase_at(endpoint, spec), max(0, breaker.open_until_ms - now), breaker.generation, breaker.trips, breaker.ramp,
-    breaker.probe, fact("paused:" .. endpoint) and 1 or 0, spec.budget and spec.group or "",
-    tonumber(fact("mean:" .. endpoint) or 0),
+    endpoint, ceiling, (one.ramp == -1 or not spec.breaker) and ceiling or min(ceiling, 1 + one.ramp), units,
+    phase_at(endpoint, spec), max(0, one.open_until_ms - now), one.generation, one.trips, one.ramp, one.probe,
+    one.paused and 1 or 0, spec.budget >= 0 and group or "", one.mean_ms,
   }
   for rank, number in pairs(waiting[endpoint] or {}) do
     row[#row + 1] = rank
     row[#row + 1] = number
   end
-  endpoints[#endpoints + 1] = row
+  rows[#rows + 1] = row
 end
 for group, budget in pairs(record("budgets") or {}) do
   groups[#groups + 1] = { group, totals[group] or 0, budget }
 end
 
-local leases, processes = {}, {}
+local leases, alive = {}, {}
 for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
   for _, id in ipairs(call("ZRANGEBYSCORE", UNITS .. endpoint, now + 1, "+inf")) do
     local lease = not id:find("\31", 1, true) and lease_of(id)
@@ -74,6 +74,6 @@ for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
   end
 end
 for _, process in ipairs(call("ZRANGE", root .. "alive", 0, -1)) do
-  processes[#processes + 1] = { process, tonumber(fact("idle:" .. process) or 0) }
+  alive[#alive + 1] = { process, process_of(process).idle }
 end
-return { DONE, now, endpoints, groups, leases, processes, standing }
+return { DONE, now, rows, groups, leases, alive, standing }

@@ -1,44 +1,38 @@
--- The circuit breaker of one endpoint: what `core/breaker.py` says, over the record `breaker:<endpoint>`.
+-- The circuit breaker of one endpoint, in the record `endpoint:<endpoint>`: what `core/breaker.py` says.
 
-local CLOSED = {
-  generation = 0, open_until_ms = 0, trips = 0, fails = 0, probe = "", probe_until_ms = 0, ramp = -1,
-}
+local FIRST_MEAN_MS = 1000              -- the mean length of a call before the first one has ended
 
--- Missing state means closed. The record is never changed in place: see `set_breaker`.
-local function breaker_of(endpoint)
-  return record("breaker:" .. endpoint) or CLOSED
+-- The state of the breaker of an endpoint; one that is switched off counts as closed.
+local function phase_at(endpoint, spec)
+  local one = endpoint_of(endpoint)
+  if one.open_until_ms == 0 or not spec.breaker then return "closed" end
+  return now < one.open_until_ms and "open" or "half_open"
 end
 
-local function phase_of(breaker)
-  if breaker.open_until_ms == 0 then return "closed" end
-  if now < breaker.open_until_ms then return "open" end
-  return "half_open"
+local function mean_of(endpoint)
+  local mean_ms = endpoint_of(endpoint).mean_ms
+  return mean_ms > 0 and mean_ms or FIRST_MEAN_MS
 end
 
--- Write a breaker: the fields that are named, the rest as in a new one.
-local function set_breaker(endpoint, fields)
-  for name, value in pairs(CLOSED) do
-    if fields[name] == nil then fields[name] = value end
-  end
-  set_record("breaker:" .. endpoint, fields)
+-- A new generation: what is not said is as in a new breaker.
+local function move_breaker(endpoint, open_until_ms, trips, ramp)
+  local one = endpoint_of(endpoint)
+  one.generation = one.generation + 1
+  one.open_until_ms, one.trips, one.ramp = open_until_ms, trips, ramp
+  one.fails, one.probe, one.probe_until_ms = 0, "", 0
+  changed_endpoints[endpoint] = true
 end
 
 --[[
   Give the probe's role to a lease of an endpoint, if it is half-open; a role that had passed on ends its generation.
-  Returns the generation of the lease, and whether it is the probe.
+  Returns whether it is the probe.
 ]]
-local function give_role(id, endpoint, hold)
-  local breaker = breaker_of(endpoint)
-  if breaker.open_until_ms == 0 or hold or phase_of(breaker) ~= "half_open"
-    or not record("spec:" .. endpoint).breaker then
-    return breaker.generation, false
-  end
-  local mean_ms = tonumber(fact("mean:" .. endpoint) or 0)
-  if mean_ms == 0 then mean_ms = 1000 end
-  local generation = breaker.generation + (breaker.probe ~= "" and 1 or 0)
-  set_breaker(endpoint, {
-    generation = generation, open_until_ms = breaker.open_until_ms, trips = breaker.trips, fails = breaker.fails,
-    ramp = breaker.ramp, probe = id, probe_until_ms = now + max(rules.probe_deadline_ms, 4 * mean_ms),
-  })
-  return generation, true
+local function give_role(id, endpoint)
+  if phase_at(endpoint, spec_of(endpoint)) ~= "half_open" then return false end
+  local one = endpoint_of(endpoint)
+  if one.probe ~= "" then one.generation = one.generation + 1 end
+  one.probe = id
+  one.probe_until_ms = now + max(rules.probe_deadline_ms, 4 * mean_of(endpoint))
+  changed_endpoints[endpoint] = true
+  return true
 end

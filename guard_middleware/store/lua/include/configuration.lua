@@ -8,6 +8,21 @@ local DEFAULT_RULES = {
   probe_deadline_ms = 30000, retry_after_cap_ms = 600000,
 }
 
+-- What applies to one endpoint: numbers that the admission rule reads, then texts, and those who share its budget.
+local function write_spec(spec, budget, members)
+  local floors, others = 0, {}
+  for _, member in ipairs(budget and members or {}) do
+    if member.id ~= spec.id then
+      floors = floors + member.floor
+      others[#others + 1] = { id = member.id, floor = member.floor }
+    end
+  end
+  set_fact("spec:" .. spec.id, pack_numbers(">dddddddddd", spec.ceiling, spec.floor, spec.reserve or -1,
+    spec.breaker and 1 or 0, spec.fail_threshold, spec.base_cooldown_ms, spec.max_cooldown_ms, spec.backoff_factor,
+    budget or -1, floors) .. pack({ group = spec.group, fallback = spec.fallback, others = others }))
+  specs[spec.id] = nil
+end
+
 local function recompute()
   local published = {}
   local raw = call("HGETALL", root .. "published")
@@ -37,7 +52,7 @@ local function recompute()
     for _, value in ipairs(values) do budgets[group] = min(value.budget, budgets[group] or value.budget) end
   end
 
-  local specs, members = {}, {}
+  local merged, members = {}, {}
   for endpoint, values in pairs(newest(function(one) return one.specs end)) do
     local spec = values[1]
     for index = 2, #values do
@@ -47,33 +62,25 @@ local function recompute()
       if other.reserve then spec.reserve = min(spec.reserve or other.reserve, other.reserve) end
     end
     spec.floor = min(spec.floor, spec.ceiling)
-    specs[endpoint] = spec
+    merged[endpoint] = spec
     members[spec.group] = members[spec.group] or {}
     members[spec.group][#members[spec.group] + 1] = spec
   end
 
   for _, endpoint in ipairs(record("endpoints") or {}) do
-    if not specs[endpoint] then set_record("spec:" .. endpoint, false) end
-  end
-  local endpoints = {}
-  for endpoint, spec in pairs(specs) do
-    endpoints[#endpoints + 1] = endpoint
-    spec.budget = budgets[spec.group]
-    spec.floors = 0
-    spec.others = {}
-    if spec.budget then
-      for _, member in ipairs(members[spec.group]) do
-        if member.id ~= endpoint then
-          spec.floors = spec.floors + member.floor
-          spec.others[#spec.others + 1] = { id = member.id, floor = member.floor }
-        end
-      end
+    if not merged[endpoint] then
+      set_fact("spec:" .. endpoint, false)
+      specs[endpoint] = nil
     end
-    set_record("spec:" .. endpoint, spec)
+  end
+  local names = {}
+  for endpoint, spec in pairs(merged) do
+    names[#names + 1] = endpoint
+    write_spec(spec, budgets[spec.group], members[spec.group])
     call("SADD", root .. "leased", endpoint)
   end
-  table.sort(endpoints, before)
-  set_record("endpoints", #endpoints > 0 and endpoints)
+  table.sort(names, before)
+  set_record("endpoints", #names > 0 and names)
   set_record("budgets", next(budgets) and budgets or false)
 
   local first
@@ -81,5 +88,6 @@ local function recompute()
     if not first or entry.one.revision > first.revision then first = entry.one end
   end
   rules = first and first.rules or DEFAULT_RULES
-  set_record("rules", rules)
+  set_fact("rules", pack_numbers(">dddddddd", rules.lease_ms, rules.heartbeat_ms, rules.hold_ms, rules.ageing_ms,
+    rules.max_overloads, rules.reserve_fraction, rules.probe_deadline_ms, rules.retry_after_cap_ms))
 end

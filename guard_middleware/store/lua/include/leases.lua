@@ -5,16 +5,47 @@
 ]]
 
 local LEASE, UNITS, HOLD = root .. "lease:", root .. "units:", "hold:"
-local rules
 local counted_units = {}
 
 -- The lease of that id, or false; and what became of it, or false.
 local function lease_of(id)
   local packed = call("GET", LEASE .. id)
   if not packed then return false, false end
-  local found = decode(packed)
-  if found.endpoint then return found, false end
-  return false, found.until_ms + tonumber(fact("away") or 0) - found.away_ms > now and found
+  if packed:byte(1) == 84 then          -- T, a tombstone
+    local status, until_ms, away_ms, retry_after_ms, rest = numbers(">dddd", packed, 2)
+    if until_ms + clock.away_ms - away_ms <= now then return false, false end
+    local texts = rest <= #packed and decode(packed:sub(rest)) or {}
+    return false, { status = status, retry_after_ms = retry_after_ms, reason = texts[1] or "", takes = texts[2] or {} }
+  end
+  local rank, cost, place, deadline, started, generation, hold, rest = numbers(">ddddddd", packed, 2)
+  local texts = decode(packed:sub(rest))
+  return {
+    rank = rank, cost = cost, place = place, deadline_ms = deadline, started_at_ms = started, generation = generation,
+    hold = hold == 1, endpoint = texts[1], home = texts[2], process = texts[3], via = texts[4],
+    namespace = texts[5], queue = texts[6], message = texts[7], worker = texts[8],
+  }, false
+end
+
+-- Write the record of a live lease. Returns whether it is there now: not if `only` is "NX" and the id is taken.
+local function write_lease(id, lease, only)
+  local packed = "L" .. pack_numbers(">ddddddd", lease.rank, lease.cost, lease.place, lease.deadline_ms,
+    lease.started_at_ms, lease.generation, lease.hold and 1 or 0)
+    .. pack({
+      lease.endpoint, lease.home, lease.process, lease.via or "", lease.namespace, lease.queue, lease.message,
+      lease.worker,
+    })
+  if only then return call("SET", LEASE .. id, packed, only) end
+  return call("SET", LEASE .. id, packed)
+end
+
+--[[
+  Leave a tombstone for one lease time, so that a repeated command gets the same answer (I11). Until when it holds is
+  in the record, and moves on with the time that the store was away; the key's own expiry only clears it away.
+]]
+local function bury(id, status, reason, retry_after_ms, takes)
+  local packed = "T" .. pack_numbers(">dddd", status, now + rules.lease_ms, clock.away_ms, retry_after_ms)
+  if reason ~= "" or takes then packed = packed .. pack({ reason, takes }) end
+  call("SET", LEASE .. id, packed, "PX", 4 * rules.lease_ms + (injected and 600000 or 0))
 end
 
 local function in_flight(endpoint)
@@ -26,19 +57,13 @@ local function in_flight(endpoint)
   return units
 end
 
--- Make sure that the sweep looks at this instant: `due` is never later than the first thing that time ends.
-local function due_at(instant)
-  local due = tonumber(fact("due") or nil)
-  if not due or instant < due then set_fact("due", instant) end
-end
-
--- Let a lease live until an instant.
+-- Let a lease live until an instant. `due` is never later than the first thing that time ends.
 local function set_expiry(id, lease, expires_at_ms)
   local units = UNITS .. lease.endpoint
   call("ZADD", units, expires_at_ms, id)
   for unit = 2, lease.cost do call("ZADD", units, expires_at_ms, id .. "\31" .. unit) end
   counted_units[lease.endpoint] = nil
-  due_at(expires_at_ms)
+  if expires_at_ms < clock.due_ms then clock.due_ms = expires_at_ms end
 end
 
 -- Stop a lease from counting. Its record stays if the caller writes a tombstone over it.
@@ -47,39 +72,10 @@ local function end_lease(id, lease, keep_record)
   call("ZREM", units, id)
   for unit = 2, lease.cost do call("ZREM", units, id .. "\31" .. unit) end
   counted_units[lease.endpoint] = nil
-  if lease.hold then set_fact(HOLD .. lease.process, false) end
-  if not keep_record then call("DEL", LEASE .. id) end
-end
-
---[[
-  Record a lease that begins now in the present generation, with the probe's role if it has been given that.
-  Returns when it ends.
-]]
-local function grant(id, lease, generation)
-  local endpoint = lease.endpoint
-  local units, expires_at_ms = counted_units[endpoint], now + (lease.hold and rules.hold_ms or rules.lease_ms)
-  lease.generation = generation
-  lease.started_at_ms = now
-  call("SET", LEASE .. id, pack(lease))
-  set_expiry(id, lease, expires_at_ms)
-  counted_units[endpoint] = units and units + lease.cost
-  if lease.hold then
-    set_fact(HOLD .. lease.process, 1)
-  elseif lease.rank >= BACKGROUND then
-    set_fact("background_at:" .. endpoint, now)
-    set_fact("background_at:" .. lease.home, now)
+  local known = lease.hold and process_of(lease.process)
+  if known then
+    known.held = false
+    changed_processes[lease.process] = true
   end
-  return expires_at_ms
-end
-
---[[
-  Leave a tombstone for one lease time, so that a repeated command gets the same answer (I11). Until when it holds is
-  in the record, and moves on with what is added to the fact `away`; the key's own expiry only clears it away.
-]]
-local function bury(id, status, reason, retry_after_ms, takes)
-  local stone = { status = status, until_ms = now + rules.lease_ms, away_ms = tonumber(fact("away") or 0) }
-  if reason ~= "" then stone.reason = reason end
-  if retry_after_ms > 0 then stone.retry_after_ms = retry_after_ms end
-  if takes and #takes > 0 then stone.takes = takes end
-  call("SET", LEASE .. id, pack(stone), "PX", 4 * rules.lease_ms + (injected and 600000 or 0))
+  if not keep_record then call("DEL", LEASE .. id) end
 end

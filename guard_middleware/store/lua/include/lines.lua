@@ -77,7 +77,12 @@ local function lines()
   -- What is remembered of a waiter, or false.
   function self.parked(line, waiter)
     local packed = call("HGET", root .. "parked:" .. line, waiter)
-    return packed and decode(packed)
+    if not packed then return false end
+    local rank, cost, place, overloads, denials, overloaded, deadline, rest = numbers(">ddddddd", packed)
+    return {
+      rank = rank, cost = cost, place = place, overloads = overloads, denials = denials, overloaded = overloaded == 1,
+      deadline_ms = deadline, process = packed:sub(rest),
+    }
   end
 
   function self.forget(line, waiter)
@@ -107,12 +112,12 @@ local function lines()
 
   function self.stands(line, waiter)
     if call("ZSCORE", root .. "line:" .. line, waiter) then return true end
-    return fact("held_at") and call("ZSCORE", HELD_BACK, line .. "\31" .. waiter) and true or false
+    return clock.held_at_ms < huge and call("ZSCORE", HELD_BACK, line .. "\31" .. waiter) and true or false
   end
 
   local function held_changed()
     local first = call("ZRANGE", HELD_BACK, 0, 0, "WITHSCORES")
-    set_fact("held_at", first[2] or false)
+    clock.held_at_ms = tonumber(first[2] or huge)
   end
 
   -- Stand in a line whose record is written.
@@ -126,20 +131,23 @@ local function lines()
   function self.enter(line, waiter, parked, not_before_ms)
     local parts = self.parts(line)
     if parked.rank >= BACKGROUND and not self.background_waits(parts.endpoint) then
-      set_fact("background_at:" .. parts.endpoint, max(now, tonumber(fact("background_at:" .. parts.endpoint) or 0)))
+      local one = endpoint_of(parts.endpoint)
+      one.background_at_ms = max(now, one.background_at_ms)
+      changed_endpoints[parts.endpoint] = true
     end
-    call("HSET", root .. "parked:" .. line, waiter, pack(parked))
+    call("HSET", root .. "parked:" .. line, waiter, pack_numbers(">ddddddd", parked.rank, parked.cost, parked.place,
+      parked.overloads, parked.denials, parked.overloaded and 1 or 0, parked.deadline_ms) .. parked.process)
     if not_before_ms and not_before_ms > now then
       call("ZADD", HELD_BACK, not_before_ms, line .. "\31" .. waiter)
       held_changed()
-      due_at(not_before_ms)
+      clock.due_ms = min(clock.due_ms, not_before_ms)
     else
       self.stand(line, waiter, parked)
     end
     if parked.deadline_ms > 0 then
       call("ZADD", root .. "deadlines:" .. parts.full, parked.deadline_ms, line .. "\31" .. waiter)
       local firsts = record("deadlines") or {}
-      if parked.deadline_ms < (firsts[parts.full] or math.huge) then
+      if parked.deadline_ms < (firsts[parts.full] or huge) then
         firsts[parts.full] = parked.deadline_ms
         set_record("deadlines", firsts)
       end
@@ -148,7 +156,7 @@ local function lines()
 
   -- Leave a line, or the place beside it; the record stays. Returns whether the waiter stood there.
   function self.leave(line, waiter, parked)
-    if fact("held_at") and call("ZREM", HELD_BACK, line .. "\31" .. waiter) == 1 then
+    if clock.held_at_ms < huge and call("ZREM", HELD_BACK, line .. "\31" .. waiter) == 1 then
       held_changed()
     else
       if call("ZREM", root .. "line:" .. line, waiter) == 0 then return false end
@@ -213,7 +221,7 @@ local function lines()
         end
       end
     end
-    local beside = fact("held_at") and call("ZRANGE", HELD_BACK, 0, -1) or {}
+    local beside = clock.held_at_ms < huge and call("ZRANGE", HELD_BACK, 0, -1) or {}
     for _, member in ipairs(beside) do
       local line, waiter = member:match("^(.-\31.-\31.-)\31(.*)$")
       if self.parts(line).full == full and (not only or only == line) then

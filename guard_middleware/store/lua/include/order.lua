@@ -1,9 +1,21 @@
--- Records that are written, and the order of strings and of waiters.
+-- Facts that are tables, and the order of strings and of waiters.
 
 local RANK = 2 ^ 50                     -- score in a line = rank * RANK + place, exact in a double
+local tables = {}
+
+-- A fact that is a table, false if absent. Whoever changes the table sets it again.
+local function record(field)
+  local value = tables[field]
+  if value == nil then
+    local packed = fact(field)
+    value = packed and decode(packed)
+    tables[field] = value
+  end
+  return value
+end
 
 local function set_record(field, value)
-  records[field] = value
+  tables[field] = value
   set_fact(field, value and pack(value))
 end
 

@@ -8,35 +8,36 @@ local TAKE = 12                         -- values of one message that is handed 
 -- In how many milliseconds time alone may free something for a waiter; -1 if nobody waits.
 local function next_ms()
   if nobody_waits() then return -1 end
-  local soonest = math.huge
+  local soonest = huge
   local function later(instant)
-    instant = tonumber(instant or nil)
-    if instant and instant > now then soonest = min(soonest, instant - now) end
+    if instant > now then soonest = min(soonest, instant - now) end
   end
-  later(fact("held_at"))
+  later(clock.held_at_ms)
   if fact("lines") then
     for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
-      later(call("ZRANGEBYSCORE", UNITS .. endpoint, now + 1, "+inf", "WITHSCORES", "LIMIT", 0, 1)[2])
+      local first = call("ZRANGEBYSCORE", UNITS .. endpoint, now + 1, "+inf", "WITHSCORES", "LIMIT", 0, 1)[2]
+      later(tonumber(first or 0))
     end
-    later(fact("epoch_until"))
+    later(clock.epoch_until_ms)
     local seen = {}
     for _, line in ipairs(lines().all()) do
       local endpoint = lines().parts(line).endpoint
       if not seen[endpoint] then
         seen[endpoint] = true
         local spec = spec_of(endpoint)
-        for _, one in ipairs({ endpoint, spec and spec.fallback or "" }) do
-          local breaker = breaker_of(one)
-          later(breaker.open_until_ms)
-          later(breaker.probe_until_ms)
+        local fallback = spec and texts_of(spec).fallback or ""
+        for _, one in ipairs({ endpoint, fallback ~= "" and fallback or nil }) do
+          later(endpoint_of(one).open_until_ms)
+          later(endpoint_of(one).probe_until_ms)
         end
         if lines().background_waits(endpoint) then
-          later(tonumber(fact("background_at:" .. endpoint) or now) + rules.ageing_ms)
+          local since_ms = endpoint_of(endpoint).background_at_ms
+          later((since_ms > 0 and since_ms or now) + rules.ageing_ms)
         end
       end
     end
   end
-  return soonest < math.huge and soonest or rules.heartbeat_ms
+  return soonest < huge and soonest or rules.heartbeat_ms
 end
 
 -- When a lease ends.
@@ -53,7 +54,7 @@ local function takes_again(lease_ids)
       and call("HGET", lines().messages(lease.namespace, lease.queue), lease.message)
     if payload then
       for _, value in ipairs({
-        id, lease.endpoint, lease.home, lease.generation, breaker_of(lease.endpoint).probe == id and 1 or 0,
+        id, lease.endpoint, lease.home, lease.generation, endpoint_of(lease.endpoint).probe == id and 1 or 0,
         expiry_of(id, lease), lease.rank, lease.cost, lease.namespace, lease.queue, lease.message, payload,
       }) do takes[#takes + 1] = value end
     end
@@ -86,9 +87,9 @@ end
 
 -- The same answer again, with the same messages as far as they are still leased (I11); `idle` is -1 if not said.
 local function answer_again(stone, process, idle)
-  local takes = takes_again(stone.takes or {})
-  if idle >= 0 and fact("idle:" .. process) then set_fact("idle:" .. process, max(0, idle - #takes / TAKE)) end
+  local takes = takes_again(stone.takes)
+  if idle >= 0 then set_idle(process, max(0, idle - #takes / TAKE)) end
   local serving = serve(process, 0, "") -- its hold ended when it spoke
   serving.takes = takes
-  return answer(stone.status, process, stone.reason or "", stone.retry_after_ms or 0, serving)
+  return answer(stone.status, process, stone.reason, stone.retry_after_ms, serving)
 end

@@ -3,17 +3,6 @@
   endpoint and its fallback.
 ]]
 
-local function spec_of(endpoint) return record("spec:" .. endpoint) end
-
-local function ceiling_of(endpoint, spec)
-  return tonumber(fact("override:" .. endpoint) or spec.ceiling)
-end
-
--- The state of the breaker of an endpoint; one that is switched off counts as closed.
-local function phase_at(endpoint, spec)
-  return spec.breaker and phase_of(breaker_of(endpoint)) or "closed"
-end
-
 -- Units of the present generation, of which the ramp counts.
 local function present(endpoint, generation)
   local units = 0
@@ -25,10 +14,9 @@ local function present(endpoint, generation)
 end
 
 -- Whether the probe's role is taken, or a unit is held for the probe.
-local function probe_live(endpoint, breaker)
-  local units = UNITS .. endpoint
-  if breaker.probe ~= "" and now < breaker.probe_until_ms
-    and tonumber(call("ZSCORE", units, breaker.probe) or 0) > now then
+local function probe_live(endpoint)
+  local one, units = endpoint_of(endpoint), UNITS .. endpoint
+  if one.probe ~= "" and now < one.probe_until_ms and tonumber(call("ZSCORE", units, one.probe) or 0) > now then
     return true
   end
   for _, unit in ipairs(call("ZRANGEBYSCORE", units, now + 1, "+inf")) do
@@ -39,21 +27,16 @@ end
 
 -- Why this endpoint would not admit a call now, or nil; and whether only the GPU group stands against it.
 local function against(endpoint, spec, rank, cost, aged)
-  if fact("paused:" .. endpoint) then return "paused", false end
-  local breaker = breaker_of(endpoint)
-  local phase = spec.breaker and phase_of(breaker) or "closed"
+  local one = endpoint_of(endpoint)
+  if one.paused then return "paused", false end
+  local phase = phase_at(endpoint, spec)
   if phase == "open" then return "breaker_open", false end
-  if phase == "half_open" and probe_live(endpoint, breaker) then return "probing", false end
+  if phase == "half_open" and probe_live(endpoint) then return "probing", false end
   local background = rank >= BACKGROUND and not aged and phase == "closed"
-  if phase ~= "closed" or not spec.breaker or breaker.ramp == -1 then
+  if phase ~= "closed" or not spec.breaker or one.ramp == -1 then
     return no_room(endpoint, spec, cost, background)
   end
-  return no_room(endpoint, spec, cost, background, present(endpoint, breaker.generation), 1 + breaker.ramp)
-end
-
--- Rule 1: no state of this endpoint could ever admit such a call (an override or a ramp only delays).
-local function impossible(spec, cost)
-  return cost > spec.ceiling or (spec.budget and cost > spec.budget - spec.floors)
+  return no_room(endpoint, spec, cost, background, present(endpoint, one.generation), 1 + one.ramp)
 end
 
 --[[
@@ -65,8 +48,8 @@ local function hopeless(endpoint, spec, rank, cost, aged)
   local ceiling, budget = ceiling_of(endpoint, spec), spec.budget
   if background then ceiling = ceiling - reserve_of(ceiling, spec.reserve) end
   if cost > ceiling then return true end
-  if not budget then return false end
-  if background then budget = budget - reserve_of(budget) end
+  if budget < 0 then return false end
+  if background then budget = budget - reserve_of(budget, -1) end
   return cost > min(budget, spec.budget - spec.floors)
 end
 
@@ -78,34 +61,34 @@ local function place_call(home, rank, cost, aged)
   local spec = spec_of(home)
   if not spec then return home, "paused", false end
   local reason, by_group = against(home, spec, rank, cost, aged)
-  if not reason or spec.fallback == "" or fact("paused:" .. home) or phase_at(home, spec) == "closed" then
-    return home, reason, by_group
-  end
-  local fallback = spec_of(spec.fallback)
-  if not fallback then return home, reason, by_group end
-  return spec.fallback, against(spec.fallback, fallback, rank, cost, aged)
+  if not reason or endpoint_of(home).paused or phase_at(home, spec) == "closed" then return home, reason, by_group end
+  local fallback = texts_of(spec).fallback
+  local there = fallback ~= "" and spec_of(fallback)
+  if not there then return home, reason, by_group end
+  return fallback, against(fallback, there, rank, cost, aged)
+end
+
+-- Whether no release could let a waiter of `home` go, there or at the endpoint chosen instead.
+local function stuck(home, endpoint, rank, cost, aged)
+  local own, there = spec_of(home), spec_of(endpoint)
+  return own and hopeless(home, own, rank, cost, aged) or there and hopeless(endpoint, there, rank, cost, aged)
 end
 
 -- How often a permit of this endpoint becomes free: mean call over limit.
 local function step_ms(endpoint)
-  local mean_ms = tonumber(fact("mean:" .. endpoint) or 0)
-  local limit = 1
-  local spec = spec_of(endpoint)
+  local limit, spec = 1, spec_of(endpoint)
   if spec then
-    local ramp = breaker_of(endpoint).ramp
+    local ramp = endpoint_of(endpoint).ramp
     limit = ceiling_of(endpoint, spec)
     if ramp ~= -1 and spec.breaker then limit = min(limit, 1 + ramp) end
   end
-  return max(1, floor((mean_ms > 0 and mean_ms or 1000) / max(1, limit)))
+  return max(1, floor(mean_of(endpoint) / max(1, limit)))
 end
 
 -- How long a delay lasts at least, as far as is known.
 local function wait_ms(endpoint, reason)
-  local breaker = breaker_of(endpoint)
-  if reason == "breaker_open" then return breaker.open_until_ms - now end
-  if reason == "probing" then
-    local mean_ms = tonumber(fact("mean:" .. endpoint) or 0)
-    return max(1, min(mean_ms > 0 and mean_ms or 1000, breaker.probe_until_ms - now))
-  end
+  local one = endpoint_of(endpoint)
+  if reason == "breaker_open" then return one.open_until_ms - now end
+  if reason == "probing" then return max(1, min(mean_of(endpoint), one.probe_until_ms - now)) end
   return rules.heartbeat_ms
 end

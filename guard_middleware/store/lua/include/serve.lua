@@ -11,7 +11,7 @@ local SCAN, WAKES = 500, 8
 local function serve(process, want, via)
   local takes, taken, woken, waiting = {}, {}, {}, 0
   local serving = { takes = takes, taken = taken, woken = woken, waiting = 0 }
-  if nobody_waits() or now < tonumber(fact("epoch_until") or 0) then return serving end
+  if nobody_waits() or now < clock.epoch_until_ms then return serving end
   local closed, claimed, skipped, passed, notified = {}, {}, {}, {}, {}
 
   local function wake(runner, lease_id)
@@ -24,7 +24,7 @@ local function serve(process, want, via)
   local function hand_over(lease_id, endpoint, generation, probe, expires_at_ms, line, parked, waiter, payload)
     local parts = lines().parts(line)
     call("SADD", lines().ack_set(parts.namespace, room().process(process).worker, parts.queue), waiter)
-    set_fact("idle:" .. process, max(0, tonumber(fact("idle:" .. process)) - 1))
+    set_idle(process, max(0, process_of(process).idle - 1))
     want = want - 1
     for _, value in ipairs({
       lease_id, endpoint, parts.endpoint, generation, probe and 1 or 0, expires_at_ms, parked.rank, parked.cost,
@@ -83,17 +83,16 @@ local function serve(process, want, via)
       lines().forget(line, waiter)
       return
     end
-    local number = tonumber(fact("takes") or 0) + 1
-    set_fact("takes", number)
-    local id = fact("epoch") .. ":" .. number
+    clock.takes = clock.takes + 1
+    local id = fact("epoch") .. ":" .. clock.takes
     local lease = new_lease(endpoint, line, process, parked)
     lease.via = via
     lease.namespace, lease.queue, lease.message = parts.namespace, parts.queue, waiter
     lease.worker = room().process(process).worker
-    local generation, probe = give_role(id, endpoint)
-    local expires_at_ms = grant(id, lease, generation)
+    local probe = give_role(id, endpoint)
+    local expires_at_ms = grant(id, lease)
     taken[#taken + 1] = id
-    hand_over(id, endpoint, generation, probe, expires_at_ms, line, parked, waiter, payload)
+    hand_over(id, endpoint, lease.generation, probe, expires_at_ms, line, parked, waiter, payload)
   end
 
   -- Nobody idle can run this line now; a caller whose process is gone leaves it.
@@ -138,7 +137,8 @@ local function serve(process, want, via)
     if parts.full == "" then
       lines().leave(line, waiter, parked)
       lines().forget(line, waiter)
-      grant(waiter, new_lease(endpoint, line, runner, parked), (give_role(waiter, endpoint)))
+      give_role(waiter, endpoint)
+      grant(waiter, new_lease(endpoint, line, runner, parked))
       wake(runner, waiter)
     elseif runner == process and want > 0 then
       take(line, waiter, parked, endpoint)
@@ -147,7 +147,7 @@ local function serve(process, want, via)
     else                                -- only another process can: keep a unit for it, and tell it
       local hold = new_lease(endpoint, line, runner, parked)
       hold.hold = true
-      grant(HOLD .. runner, hold, breaker_of(endpoint).generation)
+      grant(HOLD .. runner, hold)
       wake(runner, "")
       passed[line .. "\31" .. waiter] = true
     end
@@ -160,7 +160,7 @@ local function serve(process, want, via)
     if runner == "" then return nobody(line, waiter, parked) end
     local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, aged)
     local spec = spec_of(endpoint)
-    if reason and spec and hopeless(endpoint, spec, parked.rank, parked.cost, aged) then
+    if reason and stuck(home, endpoint, parked.rank, parked.cost, aged) then
       passed[line .. "\31" .. waiter] = true
       local own = spec_of(home)
       if runner == process and want > 0 and lines().parts(line).full ~= "" and own and impossible(own, parked.cost) then
@@ -168,8 +168,8 @@ local function serve(process, want, via)
       end
       return
     end
-    if by_group and spec then claimed[spec.group] = true end
-    if reason or not spec or (spec.budget and claimed[spec.group]
+    if by_group and spec then claimed[texts_of(spec).group] = true end
+    if reason or not spec or (spec.budget >= 0 and claimed[texts_of(spec).group]
       and in_flight(endpoint) + parked.cost > spec.floor) then
       closed[home] = true
       return
@@ -200,14 +200,14 @@ local function serve(process, want, via)
   end
 
   hand_over_old()
-  local endpoints, seen = {}, {}
+  local homes, seen = {}, {}
   for _, line in ipairs(lines().all()) do
     local endpoint = lines().parts(line).endpoint
-    if not seen[endpoint] then endpoints[#endpoints + 1] = endpoint end
+    if not seen[endpoint] then homes[#homes + 1] = endpoint end
     seen[endpoint] = true
   end
-  table.sort(endpoints, before)
-  for _, endpoint in ipairs(endpoints) do
+  table.sort(homes, before)
+  for _, endpoint in ipairs(homes) do
     local line, waiter = room().aged(endpoint)
     if line then attempt(line, waiter, true) end
   end

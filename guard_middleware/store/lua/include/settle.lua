@@ -5,56 +5,52 @@
   Returns whether an overload is to be counted against the message that made the call.
 ]]
 local function settle(endpoint, spec, outcome, lease_id, lease, retry_after_ms, full_limit)
-  local before_it = breaker_of(endpoint)
-  if not spec.breaker or lease.generation ~= before_it.generation then return false end
+  local one = endpoint_of(endpoint)
+  if not spec.breaker or lease.generation ~= one.generation then return false end
   local well = outcome == "success" or outcome == "benign"
-  local closed = before_it.open_until_ms == 0
-  if closed and well and before_it.fails == 0 and before_it.ramp == -1 then return false end
-  if not well and outcome ~= "overload" and (closed or lease_id ~= before_it.probe) then return false end
-
-  local after = {}
-  for name, value in pairs(before_it) do after[name] = value end
-
-  local function trip()
-    local trips = before_it.trips + 1
-    local cooldown = floor(min(spec.base_cooldown_ms * spec.backoff_factor ^ min(trips - 1, 64), spec.max_cooldown_ms))
-    local pause = max(cooldown, min(retry_after_ms, rules.retry_after_cap_ms))
-    after = {
-      generation = before_it.generation + 1, trips = trips, open_until_ms = max(before_it.open_until_ms, now + pause),
-    }
-  end
 
   -- The ramp ends at the full limit, and only then is the escalation forgotten.
   local function ramped()
-    if after.ramp ~= -1 and 1 + after.ramp >= full_limit then
-      after.ramp = -1
-      after.trips = 0
+    if one.ramp ~= -1 and 1 + one.ramp >= full_limit then
+      one.ramp, one.trips = -1, 0
     end
   end
 
-  local counted = false
-  if closed then
-    if well then
-      after.fails = 0
-      if after.ramp ~= -1 then after.ramp = after.ramp + lease.cost end
+  local function trip()
+    local trips = one.trips + 1
+    local cooldown = floor(min(spec.base_cooldown_ms * spec.backoff_factor ^ min(trips - 1, 64), spec.max_cooldown_ms))
+    local pause = max(cooldown, min(retry_after_ms, rules.retry_after_cap_ms))
+    move_breaker(endpoint, max(one.open_until_ms, now + pause), trips, -1)
+  end
+
+  if one.open_until_ms == 0 then
+    if well and (one.fails > 0 or one.ramp ~= -1) then
+      one.fails = 0
+      if one.ramp ~= -1 then one.ramp = one.ramp + lease.cost end
       ramped()
-    else
-      counted = before_it.fails == 0
-      after.fails = before_it.fails + 1
-      if after.fails >= spec.fail_threshold then trip() end
+      changed_endpoints[endpoint] = true
+    elseif outcome == "overload" then
+      local first = one.fails == 0
+      if one.fails + 1 >= spec.fail_threshold then
+        trip()
+      else
+        one.fails = one.fails + 1
+        changed_endpoints[endpoint] = true
+      end
+      return first
     end
-  elseif lease_id ~= before_it.probe then
     return false
-  elseif well then
-    after = { generation = before_it.generation + 1, trips = before_it.trips, ramp = 0 }
+  end
+  if lease_id ~= one.probe then return false end
+  if well then
+    move_breaker(endpoint, 0, one.trips, 0)
     ramped()
   elseif outcome == "overload" then
-    counted = true
     trip()
+    return true
   else
-    after.probe = ""
-    after.probe_until_ms = 0
+    one.probe, one.probe_until_ms = "", 0
+    changed_endpoints[endpoint] = true
   end
-  set_breaker(endpoint, after)
-  return counted
+  return false
 end

@@ -17,17 +17,16 @@ local function forget_process(process)
     call("HDEL", root .. "processes", process)
   end
   call("ZREM", root .. "alive", process)
-  set_fact("idle:" .. process, false)
-  if fact(HOLD .. process) then
-    local hold = lease_of(HOLD .. process)
-    if hold then end_lease(HOLD .. process, hold) end
-  end
+  local known = process_of(process)
+  if known and known.held then end_lease(HOLD .. process, (lease_of(HOLD .. process))) end
+  processes[process], changed_processes[process] = false, nil
+  set_fact("process:" .. process, false)
   if call("HDEL", root .. "published", process) == 1 then recompute() end
 end
 
 -- The store was away: nobody's lease ended because of that, nor did what is remembered of those that had.
 local function move_on(gap)
-  set_fact("away", tonumber(fact("away") or 0) + gap)
+  clock.away_ms = clock.away_ms + gap
   for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
     local units = UNITS .. endpoint
     for _, unit in ipairs(call("ZRANGE", units, 0, -1)) do call("ZINCRBY", units, gap, unit) end
@@ -47,7 +46,7 @@ local function sweep()
         expired[#expired + 1] = { id = found[index], at_ms = tonumber(found[index + 1]) }
       end
     end
-    if #found == 0 and not fact("spec:" .. endpoint) and call("EXISTS", units) == 0 then
+    if #found == 0 and not spec_of(endpoint) and call("EXISTS", units) == 0 then
       call("SREM", root .. "leased", endpoint)
     end
   end
@@ -60,7 +59,7 @@ local function sweep()
     local lease = lease_of(id)
     freed = true
     end_lease(id, lease)
-    if lease.hold and fact("idle:" .. lease.process) then set_fact("idle:" .. lease.process, 0) end
+    if lease.hold then set_idle(lease.process, 0) end
     lines().put_back(lease)
   end
 
@@ -68,7 +67,7 @@ local function sweep()
     forget_process(process)
   end
 
-  if tonumber(fact("held_at") or now + 1) <= now then
+  if clock.held_at_ms <= now then
     local held_back = root .. "held_back"
     local over = call("ZRANGEBYSCORE", held_back, "-inf", now, "LIMIT", 0, SWEEP_LEASES)
     for _, member in ipairs(over) do
@@ -77,30 +76,28 @@ local function sweep()
       lines().stand(line, waiter, lines().parked(line, waiter))
       call("ZREM", held_back, member)
     end
-    set_fact("held_at", call("ZRANGE", held_back, 0, 0, "WITHSCORES")[2] or false)
+    clock.held_at_ms = tonumber(call("ZRANGE", held_back, 0, 0, "WITHSCORES")[2] or huge)
   end
 
-  set_fact("due", false)
+  local alive = call("ZRANGE", root .. "alive", 0, 0, "WITHSCORES")[2]
+  clock.due_ms = min(clock.held_at_ms, tonumber(alive or huge))
   for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
     local first = call("ZRANGE", UNITS .. endpoint, 0, 0, "WITHSCORES")[2]
-    if first then due_at(tonumber(first)) end
+    clock.due_ms = min(clock.due_ms, tonumber(first or huge))
   end
-  local first = call("ZRANGE", root .. "alive", 0, 0, "WITHSCORES")[2]
-  if first then due_at(tonumber(first)) end
-  if fact("held_at") then due_at(tonumber(fact("held_at"))) end
 end
 
 -- Begin a command of a process ("" for an operator); `idle` is -1 to leave what was reported.
 local function begin(process, idle)
-  rules = record("rules") or DEFAULT_RULES
-  local gap = now - tonumber(fact("last_run") or now)
+  rules = rules or DEFAULT_RULES
+  local gap = now - clock.last_run_ms
   if gap > 2 * rules.heartbeat_ms then move_on(gap) end
-  set_fact("last_run", now)
-  if now >= tonumber(fact("due") or now + 1) then sweep() end
-  if fact(HOLD .. process) then
+  clock.last_run_ms = now
+  if now >= clock.due_ms then sweep() end
+  local known = process_of(process)
+  if known and known.held then
     end_lease(HOLD .. process, (lease_of(HOLD .. process)))
     freed = true
   end
-  local known = fact("idle:" .. process)
-  if idle >= 0 and known and tonumber(known) ~= idle then set_fact("idle:" .. process, idle) end
+  if idle >= 0 then set_idle(process, idle) end
 end

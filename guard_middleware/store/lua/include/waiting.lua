@@ -28,14 +28,16 @@ local function room()
     local known = consumers_of[full]
     if not known then
       known = call("SMEMBERS", consumers_key(full))
-      for first = 1, #known, CHUNK / 2 do
+      for first = 1, #known, CHUNK do
         local fields = {}
-        for index = first, min(#known, first + CHUNK / 2 - 1) do
-          local process = known[index]
-          if facts["idle:" .. process] == nil then fields[#fields + 1] = "idle:" .. process end
-          if facts[HOLD .. process] == nil then fields[#fields + 1] = HOLD .. process end
+        for index = first, min(#known, first + CHUNK - 1) do
+          local field = "process:" .. known[index]
+          if facts[field] == nil then fields[#fields + 1] = field end
         end
-        if #fields > 0 then prefetch(fields) end
+        if #fields > 0 then
+          local values = call("HMGET", STATE, unpack(fields))
+          for index = 1, #fields do facts[fields[index]] = values[index] end
+        end
       end
       consumers_of[full] = known
     end
@@ -48,14 +50,15 @@ local function room()
   ]]
   function self.runner(line, parked, first)
     local full = lines().parts(line).full
-    if full == "" then return fact("idle:" .. parked.process) and parked.process or "" end
+    if full == "" then return process_of(parked.process) and parked.process or "" end
     local asker = first ~= "" and self.process(first)
     if asker and asker.queues[full] then return first end
     local best, most = "", 0
     for _, process in ipairs(consumers(full)) do
-      local idle = tonumber(fact("idle:" .. process) or 0)
-      if idle > 0 and idle >= most and not fact(HOLD .. process) and (idle > most or before(process, best)) then
-        best, most = process, idle
+      local known = process_of(process)
+      if known and known.idle > 0 and known.idle >= most and not known.held
+        and (known.idle > most or before(process, best)) then
+        best, most = process, known.idle
       end
     end
     return best
@@ -66,7 +69,8 @@ local function room()
     record; nil if there is none.
   ]]
   function self.aged(endpoint)
-    if now - tonumber(fact("background_at:" .. endpoint) or now) < rules.ageing_ms then return nil end
+    local since_ms = endpoint_of(endpoint).background_at_ms
+    if since_ms == 0 or now - since_ms < rules.ageing_ms then return nil end
     local found, spec = {}, spec_of(endpoint)
     for _, line in ipairs(lines().all()) do
       if lines().parts(line).endpoint == endpoint then
@@ -94,13 +98,14 @@ local function room()
     local parts = lines().parts(line)
     local aged_line, _, aged = self.aged(parts.endpoint)
     if aged_line == line then return aged, AGED_KEY + aged.place, true end
-    local spec, first, first_key = spec_of(parts.endpoint), nil, nil
+    local first, first_key
     for index = 0, PROBE_SCAN - 1 do
       local waiter, key = lines().at(line, index)
       if not waiter then break end
       local parked = lines().parked(line, waiter)
-      local gone = parts.full == "" and not fact("idle:" .. parked.process)
-      if not gone and not (spec and hopeless(parts.endpoint, spec, parked.rank, parked.cost, false)) then
+      local gone = parts.full == "" and not process_of(parked.process)
+      local endpoint, reason = place_call(parts.endpoint, parked.rank, parked.cost, false)
+      if not gone and not (reason and stuck(parts.endpoint, endpoint, parked.rank, parked.cost, false)) then
         return parked, key, false
       end
       if index == 0 then first, first_key = parked, key end
@@ -111,7 +116,7 @@ local function room()
   -- Whether the waiters of `home` count as standing at `endpoint` too, because its breaker is not closed.
   local function falls_back(home, endpoint)
     local spec = spec_of(home)
-    return spec and spec.fallback == endpoint and phase_at(home, spec) ~= "closed"
+    return spec and phase_at(home, spec) ~= "closed" and texts_of(spec).fallback == endpoint
   end
 
   --[[
@@ -126,14 +131,13 @@ local function room()
     for _, line in ipairs(lines().all()) do
       local other = lines().parts(line).endpoint
       local same = other == home or other == endpoint or falls_back(other, endpoint)
-      local spec = not same and target.budget and not in_floor and spec_of(other)
-      if same or (spec and spec.group == target.group) then
+      local spec = not same and target.budget >= 0 and not in_floor and spec_of(other)
+      if same or (spec and texts_of(spec).group == texts_of(target).group) then
         local first, first_key, aged = head(line)
         if first_key < key and self.runner(line, first, asker) ~= "" then
           local chosen, reason, by_group = place_call(other, first.rank, first.cost, aged)
           if same and not reason then return true end
-          local there = spec_of(chosen)
-          if there and not hopeless(chosen, there, first.rank, first.cost, aged) and (by_group
+          if not stuck(other, chosen, first.rank, first.cost, aged) and (by_group
             or (same and first.cost > 1 and (reason == "endpoint_full" or reason == "reserved"))) then
             return true
           end
@@ -148,7 +152,7 @@ end
 
 -- Whether nobody stands in any line, or beside it.
 local function nobody_waits()
-  return not fact("lines") and not fact("held_at")
+  return clock.held_at_ms == huge and not fact("lines")
 end
 
 --[[
@@ -157,8 +161,7 @@ end
 ]]
 local function decide(home, parked, asker)
   if impossible(spec_of(home), parked.cost) then return nil, "too_costly", 0 end
-  local epoch_until_ms = tonumber(fact("epoch_until") or 0)
-  if now < epoch_until_ms then return nil, "recovering", epoch_until_ms - now end
+  if now < clock.epoch_until_ms then return nil, "recovering", clock.epoch_until_ms - now end
   local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, false)
   if (not reason or by_group) and fact("lines") and room().queue_ahead(home, endpoint, parked, asker) then
     reason = "queue_ahead"
