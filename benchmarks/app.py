@@ -80,7 +80,7 @@ def limited(fn: Callable[[], None]) -> Callable[[], None]:
     limiter = ConcurrentRateLimiter(RedisBackend(url=URL), MODEL, limit=CEILING)  # type: ignore[no-untyped-call]
 
     def call() -> None:
-        with limiter.acquire():  # type: ignore[no-untyped-call]
+        with limiter.acquire():
             fn()
 
     return call

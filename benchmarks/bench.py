@@ -21,7 +21,6 @@ from guard_middleware.testing.model_server import FakeEndpoint, ModelServer, use
 from guard_middleware.testing.valkey import DATABASES, EmbeddedValkey
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from types import TracebackType
 
     from benchmarks.plan import Scenario, System
@@ -152,16 +151,16 @@ def enqueue(url: str, namespace: str, actor: str, queue: str, count: int, **opti
     broker = RedisBroker(url=url, namespace=namespace)  # type: ignore[no-untyped-call]  # it has no annotations
 
     def send(_: int) -> None:
-        message: Message[Any] = Message(
-            queue_name=queue, actor_name=actor, args=(), kwargs={}, options=dict(options)
-        )
+        message: Message[Any] = Message(queue_name=queue, actor_name=actor, args=(), kwargs={}, options=dict(options))
         broker.enqueue(message)
 
     with ThreadPoolExecutor(_SENDERS) as pool:
         list(pool.map(send, range(count)))
     broker.client.close()
+    broker.client.connection_pool.disconnect()
 
 
-def left_in(client: Mapping[Any, Any] | Any, namespace: str, queue: str) -> int:
+def left_in(client: redis.Redis, namespace: str, queue: str) -> int:
     """Messages that are not done: queued, parked, delayed, or with a worker."""
-    return sum(int(client.hlen(f"{namespace}:{queue}{kind}.msgs")) for kind in ("", ".DQ"))
+    lengths: list[Any] = [client.hlen(f"{namespace}:{queue}{kind}.msgs") for kind in ("", ".DQ")]
+    return sum(lengths)

@@ -55,7 +55,7 @@ def acquire_release(bench: Bench, blocks: int = BLOCKS, block: int = BLOCK) -> d
         store.finish(Finish(process=process, lease=ask.lease, outcome=Outcome.SUCCESS, home=MODEL, rank=0))
 
     def stock() -> None:
-        with limiter.acquire():  # type: ignore[no-untyped-call]
+        with limiter.acquire():
             pass
 
     def bare_ping() -> None:

@@ -67,7 +67,7 @@ def exceeded(report: Mapping[str, Any]) -> list[str]:
 def lines(plan: Plan, report: Mapping[str, Any]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """The rows of the table of systems, and those of the table of single figures (figure, value, aim)."""
     aims = {scenario.name: scenario.aim_of_bound for scenario in plan.scenarios}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row in report["scenarios"]:
         guard = row["system"] == "guard"
         share = "-" if row["of_bound"] is None else f"{row['of_bound']:.3f}"
@@ -88,7 +88,9 @@ def lines(plan: Plan, report: Mapping[str, Any]) -> tuple[list[tuple[str, ...]],
         "stock_acquire_release_vs_two_pings": ("... of ConcurrentRateLimiter, against two PINGs", "-"),
         "unguarded_throughput_ratio": ("unguarded actors, with the guard over without", f">= {AIM_THROUGHPUT}"),
     }
-    figures = [(title, f"{report[name]:.3f}", aim) for name, (title, aim) in single.items() if name in report]
+    figures: list[tuple[str, ...]] = [
+        (title, f"{report[name]:.3f}", aim) for name, (title, aim) in single.items() if name in report
+    ]
     return rows, figures
 
 

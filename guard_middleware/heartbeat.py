@@ -157,12 +157,20 @@ class Heartbeat:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=5)
-        try:
-            self._resend()
-            self.store.operate(Operate(action=Action.FORGET, target=self.process))
-        except StoreUnavailable as exc:
-            events.warning("guard.goodbye_failed", error=type(exc).__name__)
+        self._say_goodbye()
         self.store.close()
+
+    def _say_goodbye(self) -> None:
+        """Send what was not answered, then the goodbye; once more if an answer was lost, since nobody does it later."""
+        for last in (False, True):
+            try:
+                self._resend()
+                self.store.operate(Operate(action=Action.FORGET, target=self.process))
+            except StoreUnavailable as exc:
+                if last:
+                    events.warning("guard.goodbye_failed", error=type(exc).__name__)
+            else:
+                return
 
     # -- commands --------------------------------------------------------------------------------------------------
 

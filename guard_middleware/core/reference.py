@@ -181,7 +181,7 @@ class Reference(Servant):
         return message is not None and (lease.message is None or message.id not in self.broker.ack_set(message))
 
     def _late(self, command: Finish) -> Status:
-        """A finish whose lease or message was lost: withdraw the message from the line, or learn that somebody else has it."""
+        """A finish whose lease or message was lost: withdraw it from the line, or learn that somebody else has it."""
         message = command.message
         if message is None:
             return Status.FINISHED

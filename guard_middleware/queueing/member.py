@@ -62,7 +62,7 @@ class Member:
         self.worker = private.worker_id_of(broker)
         self._dramatiq = worker
         self._lock = threading.Lock()
-        self._taken: dict[tuple[str, str], Holding] = {}
+        self._taken: dict[tuple[str, str], tuple[MessageProxy, Holding]] = {}
         self._to_requeue: list[tuple[str, str]] = []
         self._turns: dict[int, _Turn] = {}
         self._store = guard.make_store()
@@ -145,10 +145,20 @@ class Member:
                 consumer.post_process_message(proxy)
                 self._release(holding)
                 continue
-            if holding is not None:
-                with self._lock:
-                    self._taken[take.queue[1], take.message_id] = holding
-            private.push(self._dramatiq, proxy)
+            if holding is None or self._note_taken(take, proxy, holding):
+                private.push(self._dramatiq, proxy)
+
+    def _note_taken(self, take: Take, proxy: MessageProxy, holding: Holding) -> bool:
+        """Note whose permit it is. Returns whether the message is to be pushed.
+
+        It was given back and has come again before any thread had time for it: it stands in the work queue still, and
+        must not stand there twice.
+        """
+        key = (take.queue[1], take.message_id)
+        with self._lock:
+            pushed, _ = self._taken.get(key, (None, None))
+            self._taken[key] = (pushed or proxy, holding)
+            return pushed is None
 
     def beaten(self) -> None:
         """Put back what left by the skip while the store was away, and release for threads that have died."""
@@ -224,8 +234,14 @@ class Member:
         return turn
 
     def _pop_taken(self, proxy: MessageProxy) -> Holding | None:
+        """The permit with which this very delivery came, if it came with one."""
+        key = (proxy.queue_name, private.delivery_id_of(proxy))
         with self._lock:
-            return self._taken.pop((proxy.queue_name, private.delivery_id_of(proxy)), None)
+            pushed, holding = self._taken.get(key, (None, None))
+            if pushed is not proxy:
+                return None
+            del self._taken[key]
+            return holding
 
     def _ask(self, proxy: MessageProxy, asked: CallOptions, lease: str, *, confirm: bool) -> None:
         turn = self._begin_turn(lease)

@@ -102,7 +102,6 @@ def test_row_37_what_a_killed_worker_held_is_back_within_a_lease_and_can_be_admi
             "GUARD_HEARTBEAT_S": "0.3",
             "APP_HEARTBEAT_TIMEOUT_MS": "4000",
             "APP_MAINTENANCE_CHANCE": "1000000",
-            "dramatiq_queue_prefetch": "2",
         },
     ) as deployment:
         # Given a worker that is killed while two calls hold the permits and others are parked
@@ -314,3 +313,34 @@ def test_row_41_a_thread_whose_ack_failed_for_good_is_idle_again(make_bench, mon
         bench.wait_parked(1)
     bench.wait_ended(message)
     wait_until(lambda: bench.leases() == 0, 5)
+
+
+def test_row_12_32_a_message_that_no_thread_had_time_for_comes_again_and_runs_once(make_bench, monkeypatch):
+    """Taken, not begun within a beat, given back and taken again: it must not stand in the work queue twice."""
+    # Given a worker with all threads busy that takes all the same, as one does whose threads became busy meanwhile
+    bench = make_bench(models={"chat": {"max_concurrent_requests": 3}}, heartbeat_s=0.1)
+    gate, hold = bench.gate(), bench.gate()
+    busy = bench.actor(lambda: gate.wait(20), actor_name="busy", model=None)
+    work = bench.actor(lambda: hold.wait(20), actor_name="work")
+    worker = bench.start(threads=3)
+    with bench.full():
+        message = work.send()
+        bench.wait_parked(1)
+        for _ in range(3):
+            busy.send()
+        wait_until(lambda: len(bench.begun) == 3, 5)
+    monkeypatch.setattr(bench.member, "idle", lambda: 1)
+    takes = []
+    sound = bench.member.deliver
+    monkeypatch.setattr(bench.member, "deliver", lambda found: (takes.append(1), sound(found)))
+    # When it has come and gone a few times
+    wait_until(lambda: len(takes) >= 3, 10)
+    assert worker.work_queue.qsize() == 1
+    monkeypatch.undo()
+    gate.set()
+    # Then one thread runs it, while the others are free to
+    wait_until(lambda: bench.count_of(message)[0] == 1, 5)
+    wait_until(lambda: bench.member.idle() == 2, 5)
+    hold.set()
+    bench.wait_idle()
+    assert bench.count_of(message) == (1, 1)

@@ -24,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 
 _TOLD = {
     "READONLY": b"-READONLY You can't write against a read only replica.\r\n",
-    "MISCONF": b"-MISCONF Valkey is configured to save RDB snapshots, but it's currently unable to persist to disk.\r\n",
+    "MISCONF": b"-MISCONF Valkey is configured to save RDB snapshots, but it's currently unable to persist.\r\n",
     "OOM": b"-OOM command not allowed when used memory > 'maxmemory'.\r\n",
     "LOADING": b"-LOADING Valkey is loading the dataset in memory\r\n",
     "MASTERDOWN": b"-MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.\r\n",

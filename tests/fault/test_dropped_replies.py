@@ -45,12 +45,6 @@ def deployment(deploy, proxy):
     return make
 
 
-def send_answers(deployment, count):
-    """Messages with results."""
-    ids = deployment.send("answer", count, args=(1,))
-    return [(one, deployment.broker_namespace) for one in ids]
-
-
 def check_results(deployment, ids):
     """Each message's result is there, and is the one of an unguarded run (INV 5)."""
     backend = RedisBackend(url=deployment.redis_url, namespace=f"{deployment.broker_namespace}-results")
@@ -93,7 +87,7 @@ def test_dropped_replies_of_a_messages_own_commands_change_nothing(deployment, p
     running.start(processes=2, threads=6)
     proxy.drop_replies(script, times=DROPS)
     # When every other reply is lost after the command was carried out
-    ids = running.send("answer", 200, args=(1,))
+    ids = running.send("answer", 150, args=(1,))
     wait_until(lambda: parked(running) > 0, 10, "nothing is parked: the broker's database was not recognised")
     # Then nobody notices
     check_invariants(running, ids)
@@ -101,16 +95,16 @@ def test_dropped_replies_of_a_messages_own_commands_change_nothing(deployment, p
 
 
 def test_dropped_replies_of_both_at_once_change_nothing(deployment, proxy):
-    """50 lost replies each of admit, finish and beat in the same run, with breakers, results and two processes."""
+    """50 lost replies each of admit, finish and beat in the same run, two processes."""
     running = deployment(GUARD_HEARTBEAT_S="0.1")
     running.start(processes=2, threads=6)
     for script in ("admit", "finish", "beat"):
         proxy.drop_replies(script, times=DROPS, chance=0.3)
-    ids = running.send("answer", 250, args=(1,))
+    ids = running.send("answer", 200, args=(1,))
     check_invariants(running, ids)
     wait_until(lambda: proxy.dropped["beat"] == DROPS, 20)
     assert proxy.dropped["admit"] >= 20
-    assert proxy.dropped["finish"] == DROPS
+    assert proxy.dropped["finish"] >= 30
     running.wait_idle()
 
 
@@ -118,7 +112,7 @@ def test_dropped_replies_of_beats_change_nothing(deployment, proxy):
     """50 lost replies of beats, which renew, give back and take: what a lost answer handed over still runs, once."""
     running = deployment(GUARD_HEARTBEAT_S="0.1")
     running.start(processes=2, threads=6)
-    proxy.drop_replies("beat", times=DROPS)
+    proxy.drop_replies("beat", times=DROPS, chance=0.7)
     ids = []
     while proxy.dropped["beat"] < DROPS:  # bursts, so that waiters are taken by beats as well
         ids += running.send("answer", 20, args=(1,))
@@ -128,7 +122,7 @@ def test_dropped_replies_of_beats_change_nothing(deployment, proxy):
 
 @pytest.mark.parametrize("script", ["configure", "operate"])
 def test_dropped_replies_around_a_process_life_leave_nothing_behind(deployment, proxy, script):
-    """50 lost replies of configure (a process comes) or operate (a caller gives up, a process goes), beside messages."""
+    """50 lost replies of configure (a process comes) or operate (a caller gives up, a process goes)."""
     running = deployment()
     running.start(processes=1, threads=6)
     proxy.drop_replies(script, times=DROPS)
@@ -157,5 +151,8 @@ def test_dropped_replies_around_a_process_life_leave_nothing_behind(deployment, 
     for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     assert proxy.dropped[script] == DROPS
-    # Then the messages ran as ever, nobody waits, nothing is leased
+    # Then only the worker is left at once, the messages ran as ever, nobody waits, nothing is leased
+    store = running.store()
+    wait_until(lambda: len(store.snapshot().processes) == 1, 1, "a process that said goodbye is still there")
+    store.close()
     check_invariants(running, ids)

@@ -12,6 +12,7 @@ from guard_middleware.testing.model_server import Fault, HostMemory, Step
 from guard_middleware.testing.model_server.config import BUSY_TEXT
 from tests.support.deployment import wait_until
 from tests.support.outage import (
+    PROMPT_S,
     calls_of,
     check_one_at_a_time,
     check_pauses,
@@ -30,6 +31,7 @@ ONE_EACH = {"APP_MIN_BACKOFF_MS": "1000"}
 """No retry comes back before the breaker has tripped. With as many messages fetched as there are threads, and as many
 sent as the ceiling allows, the calls in flight are exactly those: nothing follows the first failures below a threshold.
 """
+READY_S = 5.1
 ENGINE_DEAD = {"object": "error", "message": "EngineDeadError: EngineCore encountered an issue", "code": 500}
 
 
@@ -39,6 +41,7 @@ def test_a_burst_of_1319_calls_never_reaches_a_server_that_refuses_the_17th(depl
         **serving("chat", ceiling=8, base_ms=5, refuse_above=16),
     )
     deployment.start(processes=4, threads=8)
+    deployment.server.script([Step(calls=(1, 8), fault=Fault.SERVE, ms=500)])
     ids = deployment.send("orchestrate", 1319)
     deployment.wait_done(ids, 60)
     stats = deployment.server.stats()["chat"]
@@ -74,16 +77,16 @@ def test_an_engine_that_dies_in_four_ways_at_once_is_one_incident(deploy, measur
     # "loading" for 2 s
     deployment = deploy(
         **serving("chat", ceiling=6, base_ms=20),
-        env={**cooldowns(0.4, 3.2), "APP_CLIENT_TIMEOUT_S": "0.8"},
+        env={**cooldowns(0.4, 3.2), "APP_IMPATIENT_CALLS": "6", "APP_PATIENCE_S": "1.5"},
     )
     start_groups(deployment, 3)
     deployment.server.script(
         [
-            Step(calls=(1, 2), fault=Fault.STATUS, status=500, body=ENGINE_DEAD, after_ms=500),
-            Step(calls=(3, 4), fault=Fault.DROP, after_ms=500),
+            Step(calls=(1, 2), fault=Fault.STATUS, status=500, body=ENGINE_DEAD, after_ms=1_000),
+            Step(calls=(3, 4), fault=Fault.DROP, after_ms=1_000),
             Step(calls=(5, 6), fault=Fault.HANG),
-            Step(fault=Fault.REFUSE, from_s=0.6, to_s=2.6),
-            Step(fault=Fault.STATUS, status=503, body="Loading model", from_s=2.6, to_s=4.6),
+            Step(fault=Fault.REFUSE, from_s=1.1, to_s=3.1),
+            Step(fault=Fault.STATUS, status=503, body="Loading model", from_s=3.1, to_s=READY_S),
         ],
         starts="first_call",
     )
@@ -98,14 +101,14 @@ def test_an_engine_that_dies_in_four_ways_at_once_is_one_incident(deploy, measur
     deployment.wait_done(ids, 30)
     # ...the server saw single probes only, and the first success came at the end of the pause that was then running
     calls = calls_of(deployment.server)
-    ready_at = min(one.t_start for one in calls) + 4.6
+    ready_at = min(one.t_start for one in calls) + READY_S
     loading = [one for one in calls if one.status == 503]
     served = [one for one in calls if one.status == 200]
     measured("requests_while_loading", len(loading))
     measured("first_success_after_ready_s", round(served[0].t_start - ready_at, 3))
     check_one_at_a_time([*loading, served[0]])
     assert len(loading) <= 2
-    assert served[0].t_start <= ready_at + 3.2 + 1.0
+    assert served[0].t_start <= ready_at + 3.2 + PROMPT_S
     check_ramp(served[1:])
     assert len(served) == len(ids)
     assert deployment.server.stats()["chat"].most_in_flight == 6
@@ -152,32 +155,34 @@ def test_32_failures_of_8_processes_within_a_moment_are_one_trip(deploy, measure
 
 
 def test_late_successes_do_not_end_a_pause(deploy, measured):
-    """Six of ten calls fail, four succeed later: their results are delivered, and the pause of 2 s is kept."""
-    # Given threshold 4 and ten calls in flight: six fail after 1 s, four succeed after 2 s; then 50 more
+    """Six of ten calls fail, four succeed later: their results are delivered, and the pause of 3 s is kept."""
+    # Given threshold 4 and ten calls in flight: four that succeed after 2 s, six that fail after 0.5 s; then 50 more
     deployment = deploy(
         **serving("chat", ceiling=10, base_ms=20),
-        env={**cooldowns(2.0, 2.0), "MODEL_BREAKER_FAIL_THRESHOLD": "4", **ONE_EACH, "dramatiq_queue_prefetch": "6"},
+        env={**cooldowns(3.0, 3.0), "MODEL_BREAKER_FAIL_THRESHOLD": "4", **ONE_EACH, "dramatiq_queue_prefetch": "6"},
     )
     start_groups(deployment, 2, threads=6)
     deployment.server.script(
         [
-            Step(calls=(1, 6), fault=Fault.STATUS, status=503, after_ms=1_000),
-            Step(calls=(7, 10), fault=Fault.SERVE, ms=2_000),
+            Step(calls=(1, 4), fault=Fault.SERVE, ms=2_000),
+            Step(calls=(5, 10), fault=Fault.STATUS, status=503, after_ms=500),
         ]
     )
-    ids = deployment.send("answer", 10, args=(1,))
+    ids = deployment.send("answer", 4, args=(1,))
+    deployment.server.wait_until(lambda stats: stats["chat"].in_flight == 4)
+    ids += deployment.send("answer", 6, args=(1,))
     with looking_at(deployment) as look:
         wait_until(lambda: look().breaker == "open", 10, "tripped")
     ids += deployment.send("answer", 50, args=(1,))
     deployment.wait_done(ids, 20)
-    # Then nobody was let in for 2 s after the fourth failure, although four successes came meanwhile
+    # Then nobody was let in for 3 s after the fourth failure, although four successes came meanwhile
     calls = calls_of(deployment.server)
     outage = outage_in(calls, threshold=4)
     measured("pauses_s", outage.pauses())
     late = [one for one in outage.burst if one.status == 200]
     assert (len(outage.burst), len(late)) == (10, 4)
     assert all(outage.tripped_at < one.t_end < outage.probes[0].t_start for one in late)
-    check_pauses(outage.pauses(), [2.0])
+    check_pauses(outage.pauses(), [3.0])
     check_ramp(outage.after)
     # ...and every result is there, also those of the four
     deployment.check_everything_once(retries=1)
@@ -202,9 +207,9 @@ def test_late_failures_neither_open_again_nor_disturb_the_probe(deploy, measured
     # ...on the one they fail while the probe runs, on the other long after it has closed the breaker
     deployment.server.script(
         [
-            Step(calls=(1, 4), fault=Fault.STATUS, status=503, after_ms=1_500),
-            Step(calls=(5, 5), fault=Fault.STATUS, status=503, after_ms=500),
-            Step(endpoint="half", calls=(6, 6), fault=Fault.SERVE, ms=2_500),
+            Step(calls=(1, 4), fault=Fault.STATUS, status=503, after_ms=2_000),
+            Step(calls=(5, 5), fault=Fault.STATUS, status=503),
+            Step(endpoint="half", calls=(6, 6), fault=Fault.SERVE, ms=3_000),
         ]
     )
     half = deployment.send("orchestrate", 40, guard_model="half")

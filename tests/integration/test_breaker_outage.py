@@ -57,15 +57,17 @@ def guarded_chat(deploy, *, ceiling: int = CEILING, env: dict[str, str] | None =
 )
 def test_an_ill_server_gets_one_request_per_pause_and_each_pause_is_twice_as_long(deploy, measured, fault):
     """After the trip the server sees single probes after 0.2, 0.4, 0.8, 1.6, 1.6 s, and then all messages once."""
-    # Given 3 worker processes, 60 messages, and a server that fails a full burst and 4 probes
+    # Given 3 worker processes, and a server that fails the last of a full burst, and 4 probes after it
     failing = CEILING + 4
     hangs = fault["fault"] is Fault.HANG
     deployment = guarded_chat(deploy, env={"APP_IMPATIENT_CALLS": str(failing)} if hangs else {})
     start_groups(deployment, 3)
-    slowly = {} if hangs else {"after_ms": 800}
-    deployment.server.script([Step(calls=(1, CEILING), **fault, **slowly), Step(calls=(CEILING + 1, failing), **fault)])
-    # When the messages come all at once
+    deployment.server.script([Step(calls=(1, CEILING - 1), fault=Fault.HANG), Step(calls=(CEILING, failing), **fault)])
+    # When 60 messages come all at once, and the rest of the burst fails right after the one that trips the breaker
     ids = deployment.send("orchestrate", 60)
+    if not hangs:
+        deployment.server.wait_until(lambda stats: stats["chat"].statuses.get(str(fault["status"])))
+        deployment.server.kill_host()
     deployment.wait_done(ids, 30)
     # Then the burst was one trip, every half-open period had one request, and the pauses grew to the longest allowed
     calls = calls_of(deployment.server)
@@ -89,7 +91,8 @@ def test_a_closed_port_is_tried_once_per_pause_by_all_processes_together(deploy,
     start_groups(deployment, 3)
     deployment.server.script([Step(fault=Fault.REFUSE, to_s=2.2)])
     deployment.send("orchestrate")
-    wait_until(lambda: attempts_of(deployment), 5, "the first attempt", every_s=0.005)
+    with looking_at(deployment) as look:
+        wait_until(lambda: look().generation, 5, "the first attempt has failed", every_s=0.005)
     deployment.send("orchestrate", 60)
     deployment.wait_done(deployment.sent, 30)
     # Then what the server never saw was tried by one worker at a time, at the pace of the pauses

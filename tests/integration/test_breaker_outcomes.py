@@ -79,7 +79,8 @@ def test_bad_inputs_fail_alone_and_slow_nobody_down(deploy, measured):
     )
     start_groups(deployment, 2)
     too_long = "This model's maximum context length is 512 tokens, however you requested 1451"
-    deployment.server.script([Step(contains="please", fault=Fault.STATUS, status=400, body={"error": too_long})])
+    bad_input = Step(contains="please", fault=Fault.STATUS, status=400, body={"error": too_long})
+    deployment.server.script([bad_input, Step(calls=(1, 10), fault=Fault.SERVE, ms=300)])
     good, bad = [], []
     for index in range(20):
         bad += deployment.send("ask_with", args=(("httpx", "cause")[index % 2],), max_retries=0)

@@ -13,6 +13,7 @@ import pytest
 from guard_middleware.testing.model_server import Fault, HostMemory, Step
 from tests.support.deployment import Deployment, wait_until
 from tests.support.outage import (
+    PROMPT_S,
     SLACK_S,
     attempts_of,
     calls_of,
@@ -75,7 +76,7 @@ def test_a_killed_holder_of_the_probe_is_replaced_within_one_lease_time(deploy, 
     second = calls[2]
     measured("next_probe_after_kill_s", round(second.t_start - killed_at, 3))
     assert second.t_start >= calls[0].t_end + COOLDOWN_S + LEASE_S - SLACK_S
-    assert second.t_start <= killed_at + LEASE_S + HEARTBEAT_S + 1.0
+    assert second.t_start <= killed_at + LEASE_S + HEARTBEAT_S + PROMPT_S
     check_one_at_a_time(calls[1:3])
     # ...and the dead worker's message ran with the others, once, above no ceiling
     check_ramp(calls[3:])
@@ -97,7 +98,7 @@ def test_a_probe_that_hangs_passes_its_role_on_and_keeps_its_permit(deploy, meas
     second = next(one for one in calls if one.number == 3)
     measured("next_probe_after_s", round(second.t_start - probe.t_start, 3))
     assert second.t_start >= calls[0].t_end + COOLDOWN_S + 1.0 - SLACK_S
-    assert second.t_start <= probe.t_start + 1.0 + HEARTBEAT_S + 1.0
+    assert second.t_start <= probe.t_start + 1.0 + HEARTBEAT_S + PROMPT_S
     with looking_at(deployment) as look:
         wait_until(lambda: (look().breaker, look().in_flight) == ("closed", 1), 5, "only the old call is left")
     assert deployment.server.stats()["chat"].most_in_flight == CEILING, "the old call took part of the ceiling"

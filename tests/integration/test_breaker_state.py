@@ -83,7 +83,9 @@ def test_missing_state_means_closed(deploy):
         ids += deployment.send("orchestrate", 20)
         wait_until(lambda: sum(look().waiting.values()) == 21, 5, "everything parked")
         # When its record is gone
-        assert deployment.redis.hdel(keys.state(keys.root(deployment.namespace)), "breaker:chat") == 1
+        state = keys.state(keys.root(deployment.namespace))
+        records = [name for name in deployment.redis.hkeys(state) if name.endswith(b":chat") and b"spec" not in name]
+        assert deployment.redis.hdel(state, *records)
         # Then it is closed, with defaults, and the next heartbeat lets everything go
         assert (look().breaker, look().trips, look().generation) == ("closed", 0, 0)
         deployment.wait_done(ids, 10)

@@ -20,6 +20,7 @@ APP = "tests.support.sharing_app"
 def serving(deploy, ceiling, base_ms=20, **env):
     """One endpoint without a reserve."""
     return deploy(
+        kill_at_end=True,
         endpoints=[FakeEndpoint(name="chat", base_ms=base_ms), FakeEndpoint(name="embed", base_ms=base_ms)],
         models={
             "chat": {"max_concurrent_requests": ceiling, "reserve": 0},

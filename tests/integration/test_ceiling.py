@@ -13,6 +13,7 @@ def test_three_kinds_of_work_reach_the_ceiling_of_one_endpoint_and_never_exceed_
     """Embeddings, enrichment and orchestration from 3 processes of 8 threads share one endpoint's ceiling of 6."""
     # Given one server that all three kinds of work call, and the reserve switched off so that background can fill it
     deployment = deploy(
+        kill_at_end=True,
         endpoints=[FakeEndpoint(name="chat", base_ms=40), FakeEndpoint(name="embed")],
         models={
             "chat": {"max_concurrent_requests": 6, "reserve": 0},
@@ -40,6 +41,7 @@ def test_group_budget_caps_both_endpoints_together(deploy, measured):
     """Two endpoints with ceilings of 6 each and a budget of 8: the sum reaches 8 and never exceeds it."""
     # Given two endpoints of one accelerator
     deployment = deploy(
+        kill_at_end=True,
         endpoints=[FakeEndpoint(name="chat", base_ms=40), FakeEndpoint(name="embed", base_ms=40)],
         models={
             "chat": {"max_concurrent_requests": 6, "gpu_group": "box", "reserve": 0},
@@ -74,6 +76,7 @@ def test_ceilings_follow_the_published_rule_from_configuration_to_server(deploy)
         "small": ({"parallel_instances": 2}, 32),
     }
     deployment = deploy(
+        kill_at_end=True,
         endpoints=[FakeEndpoint(name=name, base_ms=1_500) for name in said],
         models={name: fields for name, (fields, _) in said.items()},
     )
@@ -95,6 +98,7 @@ def test_default_ceiling_is_a_setting_that_never_goes_below_the_declared_capacit
     """With a default of 3, the server counts 3 where nothing is said, the declared 6, and an explicit 2."""
     # Given a small default
     deployment = deploy(
+        kill_at_end=True,
         endpoints=[FakeEndpoint(name=name, base_ms=150) for name in ("chat", "embed", "small")],
         models={
             "chat": {},
@@ -120,6 +124,7 @@ def test_full_endpoint_blocks_nobody_behind_it_in_the_same_queue(deploy, measure
     """Behind 20 calls for a full endpoint, an idle endpoint's messages and unguarded ones run at once (report 40)."""
     # Given one queue, and an endpoint that takes one call of 300 ms at a time
     deployment = deploy(
+        kill_at_end=True,
         endpoints=[FakeEndpoint(name="chat", base_ms=300), FakeEndpoint(name="embed", base_ms=20)],
         models={"chat": {"max_concurrent_requests": 1}, "embed": {"max_concurrent_requests": 4}},
     )

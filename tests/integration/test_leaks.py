@@ -19,6 +19,7 @@ QUICK = {"MODEL_BREAKER_BASE_COOLDOWN_S": "0.05", "MODEL_BREAKER_MAX_COOLDOWN_S"
 def serving(deploy, ceiling, base_ms=20, **env):
     """One endpoint without a reserve, and short pauses."""
     return deploy(
+        kill_at_end=True,
         endpoints=[FakeEndpoint(name="chat", base_ms=base_ms), FakeEndpoint(name="embed")],
         models={"chat": {"max_concurrent_requests": ceiling, "reserve": 0}, "embed": {}},
         env={**QUICK, **env},

@@ -36,6 +36,7 @@ def test_opening_one_breaker_changes_no_other_whatever_the_ids(deploy):
     # Given one endpoint of each name, and a worker for all of them
     names = ("chat", "embed", *IDS)
     deployment = deploy(
+        kill_at_end=True,
         endpoints=[FakeEndpoint(name=name, base_ms=5) for name in names],
         models={name: {"max_concurrent_requests": 2} for name in names},
         env=LONG,
@@ -70,9 +71,9 @@ def test_two_namespaces_share_nothing_and_one_is_shared(deploy):
     """Two guard namespaces on one database, one a prefix of the other, have own breakers and permits; one is one."""
     # Given three guards with the same endpoint of one permit
     options = {"models": {"chat": {"max_concurrent_requests": 1}}, "env": LONG}
-    first = deploy(**options)
-    other = deploy(server=first.server, namespace=f"{first.namespace}:chat", **options)
-    same = deploy(server=first.server, namespace=first.namespace, **options)
+    first = deploy(kill_at_end=True, **options)
+    other = deploy(kill_at_end=True, server=first.server, namespace=f"{first.namespace}:chat", **options)
+    same = deploy(kill_at_end=True, server=first.server, namespace=first.namespace, **options)
     # When the only permit of the first namespace is taken
     permit = first.guard.permit("chat", timeout=5)
     # Then the other namespace has its own, and the guard in the same namespace has none

@@ -1,4 +1,4 @@
-"""Who goes first over real workers: interactive ahead of a saturating background, and background never for ever last."""
+"""Who goes first over real workers: interactive ahead of a saturating background, which still gets its turn."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ INTERACTIVE = {"guard_priority": "interactive"}
 def serving(deploy, *, ceiling, base_ms, reserve=1, **env):
     """One endpoint with a reserve; a slow process's turn is kept for it, so that only the rule decides the order."""
     return deploy(
+        kill_at_end=True,
         endpoints=[FakeEndpoint(name="chat", base_ms=base_ms), FakeEndpoint(name="embed")],
         models={"chat": {"max_concurrent_requests": ceiling, "reserve": reserve}, "embed": {}},
         env={"GUARD_HOLD_MS": "2000", **env},
@@ -52,38 +53,39 @@ def test_interactive_starts_at_once_while_a_reserve_permit_is_free(deploy, measu
 
 
 def test_interactive_takes_the_next_release_and_background_goes_on_after_it(deploy, measured):
-    """With nothing free, the first call to start after an interactive message came is that message; then the others."""
-    # Given all 4 permits in use, one of them by an interactive call, and 12 background messages parked
+    """With nothing free, an interactive message is the first to start after the next release; then the others go on."""
+    # Given all 4 permits in the hands of interactive calls of 2 s, and background messages parked
     deployment = serving(deploy, ceiling=4, base_ms=500)
     deployment.start(processes=2, threads=6, module=APP)
-    deployment.send("orchestrate", 1, kwargs={"ms": 3_000}, **INTERACTIVE)
-    deployment.send("enrich", 20, **BACKGROUND)
-    wait_until(lambda: deployment.server.stats()["chat"].in_flight == 4, 10)
+    background = deployment.send("enrich", 18, **BACKGROUND)
     deployment.wait_parked(12)
-    # When an interactive message reaches a worker
+    long = deployment.send("orchestrate", 4, kwargs={"ms": 2_000}, **INTERACTIVE)
+    wait_until(lambda: {one.message_id for one in deployment.calls() if not one.t_end} == set(long), 10)
+    # When an interactive message comes into the line behind them
     [urgent] = deployment.send("orchestrate", 1, kwargs={"ms": 50}, **INTERACTIVE)
-    wait_until(lambda: urgent in deployment.arrivals(), 5, every_s=0.005)
-    arrived = deployment.arrivals()[urgent]
+    store = deployment.store()
+    wait_until(lambda: store.snapshot().endpoints["chat"].waiting.get(0) == 1, 5)
+    store.close()
     deployment.wait_done(deployment.sent, 20)
-    # Then at most one release went by before it was told the guard, and no background call began in between
+    # Then the first call after the first release was that message
     calls = deployment.calls()
-    started = next(one for one in calls if one.message_id == urgent)
-    ahead = [one for one in calls if arrived + 0.05 < one.t_start < started.t_start]
-    released = min(one.t_end for one in calls if one.t_end > arrived)
-    measured("from worker to server, s", round(started.t_start - arrived, 3))
-    measured("from the next release to its start, s", round(started.t_start - released, 3))
-    assert ahead == []
-    assert started.t_start < arrived + 0.5 + 0.5
-    # And background used what it may have while nothing better waited
-    use = use_of_ceiling([one for one in calls if one.priority == "background_ingestion"], 3, trim_s=0.5)
+    released = min(one.t_end for one in calls if one.message_id in long)
+    after = [one for one in calls if one.t_start >= released]
+    measured("from the release to its start, s", round(after[0].t_start - released, 3))
+    assert after[0].message_id == urgent
+    assert set(long) < {one.message_id for one in calls if one.t_start < released}
+    # And background used what it may have while nothing better ran
+    rest = [one for one in after if one.message_id in background]
+    use = use_of_ceiling(rest, 3, trim_s=0.5)
     measured("background's use of its 3 permits", round(use, 3))
-    assert use > 0.75
+    assert len(rest) >= 6
+    assert use > 0.6
     assert deployment.server.stats()["chat"].most_in_flight == 4
     deployment.check_everything_once()
 
 
 def test_interactive_stream_against_a_batch_waits_less_than_one_call_whatever_is_prefetched(deploy, measured):
-    """Report 31: ceiling 4, reserve 1. Batch never uses more than 3; interactive messages run within one call's time."""
+    """Report 31: ceiling 4, reserve 1. Batch never uses more than 3; interactive ones run within one call's time."""
     # Given workers that prefetch as usual, 1 and 1,000 messages, and a batch that is far more than they can hold
     deployment = serving(deploy, ceiling=4, base_ms=600)
     groups = [

@@ -16,6 +16,7 @@ def test_two_knobs_that_multiply_cause_no_timeout(deploy, measured):
     """Report 7: 3 processes of 4 threads before a server of 4, which slows in proportion: no call takes too long."""
     # Given a call time of 400 ms, of 1,200 ms if all 12 threads called at once, and clients that give up after 1,100
     deployment = deploy(
+        kill_at_end=True,
         endpoints=[FakeEndpoint(name="chat", base_ms=400), FakeEndpoint(name="embed")],
         host=HostMemory(knee=4),
         models={"chat": {"max_concurrent_requests": 4, "reserve": 0}, "embed": {}},
@@ -34,10 +35,12 @@ def test_two_knobs_that_multiply_cause_no_timeout(deploy, measured):
 
 
 def test_error_without_a_text_is_told_and_classified_by_its_type(deploy):
-    """Report 7: a `ReadTimeout("")` is an overload, trips the breaker, and stands in the log by the name of its type."""
+    """Report 7: a `ReadTimeout("")` is an overload, trips the breaker, and stands in the log by its type's name."""
     # Given a breaker that stays open for a moment
     deployment = deploy(
-        models={"chat": {"max_concurrent_requests": 4}, "embed": {}}, env={"MODEL_BREAKER_BASE_COOLDOWN_S": "0.3"}
+        kill_at_end=True,
+        models={"chat": {"max_concurrent_requests": 4}, "embed": {}},
+        env={"MODEL_BREAKER_BASE_COOLDOWN_S": "0.3"},
     )
     group = deployment.start(threads=4, module="tests.support.sharing_app")
     # When an actor's client raises one
@@ -57,6 +60,7 @@ def test_two_endpoints_on_one_gpu_never_hold_more_than_its_budget_together(deplo
     """Report 12: costs 2 and 1 under a budget of 6, on a host that fails either endpoint above it: it never does."""
     # Given chat (ceiling 4, cost 2) and embed (ceiling 8, cost 1) on one GPU of 6
     deployment = deploy(
+        kill_at_end=True,
         endpoints=[FakeEndpoint(name="chat", base_ms=60), FakeEndpoint(name="embed", base_ms=60)],
         host=HostMemory(oom_above=6),
         models={
@@ -73,7 +77,7 @@ def test_two_endpoints_on_one_gpu_never_hold_more_than_its_budget_together(deplo
     deployment.wait_done(deployment.sent, 30)
     # Then the host counted a cost of 6 and never more, and failed nobody
     stats = deployment.server.stats()
-    measured("use of the budget", round(stats.host.integral_s, 2))
+    measured("calls in flight times seconds", round(stats.host.integral_s, 2))
     assert stats.host.most_cost == 6
     assert stats["chat"].most_in_flight == 2
     assert {**stats["chat"].statuses, **stats["embed"].statuses} == {"200": 80}

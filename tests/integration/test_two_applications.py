@@ -18,8 +18,12 @@ def applications(deploy):
             "models": {"chat": {"max_concurrent_requests": ceiling, "reserve": reserve}, "embed": {}},
             "env": env,
         }
-        first = deploy(endpoints=[FakeEndpoint(name="chat", base_ms=base_ms), FakeEndpoint(name="embed")], **options)
-        second = deploy(server=first.server, namespace=first.namespace, **options)
+        first = deploy(
+            kill_at_end=True,
+            endpoints=[FakeEndpoint(name="chat", base_ms=base_ms), FakeEndpoint(name="embed")],
+            **options,
+        )
+        second = deploy(kill_at_end=True, server=first.server, namespace=first.namespace, **options)
         assert first.broker_namespace != second.broker_namespace
         return first, second
 

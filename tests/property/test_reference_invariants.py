@@ -23,30 +23,36 @@ from tests.unit.builders import NAMESPACE, World, spec
 BACKGROUND = 3
 RULES = Rules(lease_ms=6_000, heartbeat_ms=1_000, ageing_ms=8_000, probe_deadline_ms=4_000)
 
-# -- the admission rule once more, from the design's text, as the oracle of the checks -------------------------------------
+# -- the admission rule once more, from the design's text: the oracle of the checks --------------------------------------
 
 
 def reserve(limit, fixed):
+    """Units of a limit that background may not take."""
     return 0 if limit <= 1 else min(max(1, int(0.34 * limit + 0.5)) if fixed is None else fixed, limit - 1)
 
 
 def live(state, now, endpoint):
+    """The leases of an endpoint that count."""
     return [one for one in state.leases.values() if one.endpoint == endpoint and one.expires_at_ms > now]
 
 
 def in_flight(state, now, endpoint):
+    """Units leased at an endpoint."""
     return sum(one.cost for one in live(state, now, endpoint))
 
 
 def half_open(state, now, endpoint):
+    """Whether the breaker waits for its probe."""
     return state.specs[endpoint].breaker and 0 < state.breakers.get(endpoint, Breaker()).open_until_ms <= now
 
 
 def closed(state, endpoint):
+    """Whether the breaker lets everybody through."""
     return not state.specs[endpoint].breaker or state.breakers.get(endpoint, Breaker()).open_until_ms == 0
 
 
 def role_taken(state, now, endpoint):
+    """Whether a living call is the probe."""
     breaker = state.breakers.get(endpoint, Breaker())
     probe = state.leases.get(breaker.probe)
     return probe is not None and probe.expires_at_ms > now and now < breaker.probe_until_ms
@@ -213,7 +219,7 @@ class Watched(Reference):
             assert not idle or key[0] < 0 or line[0] in blocked or claims, ("I9: an idle permit", line, waiter)
 
 
-# -- the machine -----------------------------------------------------------------------------------------------------------
+# -- the machine -------------------------------------------------------------------------------------------------------
 
 PROCESSES = ["p1", "p2", "p3"]
 QUEUES = {"p1": ("q1", "q2"), "p2": ("q1",), "p3": ("q2",)}
@@ -249,7 +255,10 @@ def tidy(reference):
         for field in fields(part):
             value = getattr(part, field.name)
             if isinstance(value, dict):
-                one = {key: copied(each) if isinstance(each, (Process, dict, set, list)) else each for key, each in value.items()}
+                one = {
+                    key: copied(each) if isinstance(each, (Process, dict, set, list)) else each
+                    for key, each in value.items()
+                }
                 kept[field.name] = {key: each for key, each in one.items() if each is not None}
             elif field.name != "places":
                 kept[field.name] = copied(value) if isinstance(value, set) else value

@@ -52,6 +52,7 @@ class Bench:
         after: middleware between the guard and CurrentMessage.
         is_guarded: False for the same broker and actors without a guard, to compare with.
         stub: use a StubBroker, which cannot park.
+        coroutines: run Dramatiq's event loop, of which a process has one, for async actors.
         settings: further fields of the guard's settings.
     """
 
@@ -66,6 +67,7 @@ class Bench:
         after: Sequence[Middleware] = (),
         is_guarded: bool = True,
         stub: bool = False,
+        coroutines: bool = False,
         **settings: Any,
     ) -> None:
         self.namespace = namespace
@@ -89,7 +91,8 @@ class Bench:
         self._rates = RateLimits(url=redis_url)
         self.broker.add_middleware(Results(backend=self.backend))
         self.broker.add_middleware(GroupCallbacks(self._rates))
-        self.broker.add_middleware(AsyncIO())
+        if coroutines:
+            self.broker.add_middleware(AsyncIO())
         for one in before:
             self.broker.add_middleware(one)
         if is_guarded:

@@ -38,7 +38,7 @@ ASKED = "please"
 CHAT = {"messages": [{"role": "user", "content": ASKED}]}
 CLOSED_PORT = 1
 IMPATIENT = int(os.environ.get("APP_IMPATIENT_CALLS", "0"))
-PATIENCE_S = 0.4
+PATIENCE_S = float(os.environ.get("APP_PATIENCE_S", "0.4"))
 """The time-out of so many first calls. All others are patient: a busy machine is no sign of an overloaded server."""
 
 

@@ -118,9 +118,7 @@ class World:
 
     def publish(self, *endpoints, budgets=None, revision=0, rules=None):
         """What a process may publish instead."""
-        return Published(
-            endpoints=endpoints, budgets=budgets or {}, rules=rules or self.rules, revision=revision
-        )
+        return Published(endpoints=endpoints, budgets=budgets or {}, rules=rules or self.rules, revision=revision)
 
     def kill(self, name):
         """The process is gone, without a word."""

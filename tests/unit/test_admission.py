@@ -27,8 +27,18 @@ OPEN = Breaker(generation=2, open_until_ms=NOW + 1, trips=1)
 
 
 def view(
-    *, ceiling=4, force=None, in_flight=0, present=None, breaker=None, probe_live=False, paused=False, group=None, **spec
+    *,
+    ceiling=4,
+    force=None,
+    in_flight=0,
+    present=None,
+    breaker=None,
+    probe_live=False,
+    paused=False,
+    group=None,
+    **spec,
 ):
+    """One endpoint at one instant."""
     return View(
         spec=EndpointSpec(id="e", ceiling=ceiling, **{"reserve": 0, **spec}),
         ceiling=ceiling if force is None else force,
@@ -43,14 +53,17 @@ def view(
 
 
 def group(budget=6, total=0, set_aside=0, floors=None):
+    """A GPU group, seen from one of its members."""
     return GroupView(budget=budget, total=total, set_aside=set_aside, floors=set_aside if floors is None else floors)
 
 
 def at_endpoint(one, *, rank=ORCHESTRATION, cost=1, aged=False):
+    """What the endpoint alone says."""
     return endpoint_reason(one, rank=rank, cost=cost, aged=aged, now_ms=NOW)
 
 
 def in_group(one, *, rank=ORCHESTRATION, cost=1, aged=False):
+    """What its group says."""
     return group_reason(one, rank=rank, cost=cost, aged=aged, now_ms=NOW)
 
 
@@ -234,7 +247,9 @@ def test_call_alone_is_admitted_above_the_ramp():
 # -- rule 5 ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rank", "reason"), [(0, None), (1, None), (2, None), (3, Reason.RESERVED), (4, Reason.RESERVED)])
+@pytest.mark.parametrize(
+    ("rank", "reason"), [(0, None), (1, None), (2, None), (3, Reason.RESERVED), (4, Reason.RESERVED)]
+)
 def test_only_background_is_kept_out_of_the_reserve(rank, reason):
     """Rule 5: three of four in flight, one reserved: only rank 3 and worse must wait."""
     assert at_endpoint(view(in_flight=3, reserve=1), rank=rank) is reason
@@ -292,7 +307,9 @@ def test_no_group_no_budget():
     assert in_group(view(), rank=BACKGROUND, cost=4) is None
 
 
-@pytest.mark.parametrize(("total", "set_aside", "full"), [(0, 0, False), (5, 0, False), (6, 0, True), (3, 2, False), (3, 3, True)])
+@pytest.mark.parametrize(
+    ("total", "set_aside", "full"), [(0, 0, False), (5, 0, False), (6, 0, True), (3, 2, False), (3, 3, True)]
+)
 def test_budget_minus_the_others_unused_floors(total, set_aside, full):
     """Rule 6: total + cost + unused floors of the others <= budget."""
     one = view(ceiling=9, group=group(budget=6, total=total, set_aside=set_aside))
@@ -301,7 +318,7 @@ def test_budget_minus_the_others_unused_floors(total, set_aside, full):
 
 
 def test_inside_floor_is_up_to_its_own_floor():
-    """infl + cost <= floor, and only where there is a budget."""
+    """The sum of what it has and the cost is at most its floor, and only where there is a budget."""
     member = {"floor": 2, "group": group()}
 
     assert [inside_floor(view(in_flight=held, **member), 1) for held in range(4)] == [True, True, False, False]
@@ -313,6 +330,7 @@ def test_inside_floor_is_up_to_its_own_floor():
 
 
 def waits_in_vain(one, *, rank=ORCHESTRATION, cost=1):
+    """Whether no release could let the call go."""
     return hopeless(one, rank=rank, cost=cost, now_ms=NOW)
 
 

@@ -26,6 +26,7 @@ SILENT = [Outcome.NEUTRAL, Outcome.IGNORED]
 
 
 def ended(state, outcome, *, spec=SPEC, lease="l", generation=None, cost=1, retry_after_ms=0, full=8, now=NOW):
+    """Settle one call of the present generation, the probe's by default."""
     return settle(
         state,
         spec,
@@ -41,7 +42,10 @@ def ended(state, outcome, *, spec=SPEC, lease="l", generation=None, cost=1, retr
 
 
 def half_open(**more):
-    return Breaker(**{"generation": 3, "open_until_ms": NOW, "trips": 1, "probe": "l", "probe_until_ms": NOW + 9, **more})
+    """A breaker whose probe is the lease `l`."""
+    return Breaker(
+        **{"generation": 3, "open_until_ms": NOW, "trips": 1, "probe": "l", "probe_until_ms": NOW + 9, **more}
+    )
 
 
 def test_missing_state_is_closed_with_defaults():
@@ -194,7 +198,7 @@ def test_probe_that_says_nothing_gives_the_role_back(silent):
 
 
 def test_ramp_grows_by_the_costs_that_came_back_well():
-    """limit = 1 + the costs of successes and benign ends since the close."""
+    """The limit is 1 + the costs of successes and benign ends since the close."""
     state = close(Breaker(trips=1), full_limit=8)
     limits = [state.ramp_limit()]
     for outcome, cost in [(Outcome.SUCCESS, 1), (Outcome.BENIGN, 2), (Outcome.NEUTRAL, 3), (Outcome.SUCCESS, 2)]:

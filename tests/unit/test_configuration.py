@@ -9,6 +9,7 @@ from guard_middleware.core.values import EndpointSpec, Published, Rules
 
 
 def published(*specs, revision=0, budgets=None, rules=None):
+    """What one process publishes."""
     return Published(endpoints=specs, revision=revision, budgets=budgets or {}, rules=rules or Rules())
 
 
