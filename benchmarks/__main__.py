@@ -56,6 +56,10 @@ def measure(plan: Plan) -> tuple[report.Runs, dict[str, list[float]]]:
 
     with Bench() as bench:
         for number in range(1, plan.rounds + 1):
+            so_far_s = time.monotonic() - began
+            if so_far_s * number > plan.longest_s * max(1, number - 1):
+                tell(f"no round {number}: it would end after more than {plan.longest_s:g} s")
+                break
             if plan.micro:
                 tell(f"round {number}: acquire and release")
                 found = micro.acquire_release(bench, block=max(50, round(micro.BLOCK * plan.scale)))

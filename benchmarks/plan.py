@@ -75,6 +75,7 @@ class Plan:
 
     Attributes:
         rounds: how often everything is measured; the medians are reported.
+        longest_s: no further round begins that would probably end later, in seconds: on a busy machine there are fewer.
         scale: share of each scenario's messages.
         scenarios: those to run, in order.
         systems: those to run in each of them, in order.
@@ -82,6 +83,7 @@ class Plan:
     """
 
     rounds: int = 3
+    longest_s: float = 345.0
     scale: float = 1.0
     scenarios: tuple[Scenario, ...] = SCENARIOS
     systems: tuple[System, ...] = SYSTEMS

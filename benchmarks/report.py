@@ -49,7 +49,7 @@ def summary(plan: Plan, runs: Runs, micro: Mapping[str, Sequence[float]]) -> dic
             )
     return {
         **{name: round(median(values), _DIGITS) for name, values in micro.items()},
-        "rounds": plan.rounds,
+        "rounds": max(len(found) for found in runs.values()),
         "scenarios": rows,
     }
 

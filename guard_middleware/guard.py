@@ -195,6 +195,7 @@ class Guard:
             cost=cost,
             probe=reply.probe,
             release=lambda ended: self._finish(heartbeat, holding, ended),
+            namespace=self.settings.namespace,
         )
 
     @staticmethod
@@ -203,10 +204,11 @@ class Guard:
             return Priority.parse(explicit)
         return current_priority() or (outer.priority if outer is not None else Priority.ORCHESTRATION)
 
-    @staticmethod
-    def _lend(outer: Permit | None, model: str, cost: int) -> Permit | None:
+    def _lend(self, outer: Permit | None, model: str, cost: int) -> Permit | None:
         """The message's own permit, for the first nested call on the same endpoint, one at a time."""
         if outer is None or outer.lent or outer.released or outer.model != model or outer.cost < cost:
+            return None
+        if outer.namespace not in {"", self.settings.namespace}:  # another guard's: other servers, other ceilings
             return None
         outer.lent = True
 
@@ -222,6 +224,7 @@ class Guard:
             probe=outer.probe,
             release=give_back,
             parent=outer,
+            namespace=outer.namespace,
         )
 
     def _ask(self, heartbeat: Heartbeat, ask: Ask, deadline_s: float) -> tuple[Holding, Reply]:

@@ -39,6 +39,7 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _TIMER_SLACK_S = 0.001
 _LISTEN_S = 0.2
+_GOODBYE_S = 1.0
 
 
 class Host(Protocol):
@@ -161,14 +162,17 @@ class Heartbeat:
         self.store.close()
 
     def _say_goodbye(self) -> None:
-        """Send what was not answered, then the goodbye; once more if an answer was lost, since nobody does it later."""
-        for last in (False, True):
+        """Send what was not answered, then the goodbye; again for a moment, since nobody does it later."""
+        until_s = time.monotonic() + _GOODBYE_S
+        while True:
             try:
                 self._resend()
                 self.store.operate(Operate(action=Action.FORGET, target=self.process))
             except StoreUnavailable as exc:
-                if last:
+                if time.monotonic() > until_s:
                     events.warning("guard.goodbye_failed", error=type(exc).__name__)
+                    return
+                time.sleep(_FIRST_PAUSE_S)
             else:
                 return
 

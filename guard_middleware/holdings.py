@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from guard_middleware.core.commands import Held, Message, Take
+from guard_middleware.core.commands import Finish, Held, Message, Take
 
 if TYPE_CHECKING:
-    from guard_middleware.core.commands import Ask, Finish, Operate, Reply
+    from guard_middleware.core.commands import Ask, Operate, Reply
 
 
 def new_id() -> str:
@@ -182,9 +182,10 @@ class Holdings:
             return tuple(idle)
 
     def named(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The ids of all leases held, and of all commands outstanding."""
+        """The ids of all leases, held or to be finished, and of all commands outstanding."""
         with self._lock:
-            return tuple(self._held), tuple(self._outstanding)
+            ending = (command.lease for command in self._unsent if isinstance(command, Finish))
+            return (*self._held, *ending), tuple(self._outstanding)
 
     def renewed(self, leases: tuple[str, ...], lost: tuple[str, ...], sent_at_s: float) -> tuple[Held, ...]:
         """Apply a beat's answer.

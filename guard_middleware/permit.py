@@ -41,6 +41,7 @@ class Permit:
         priority: the call's priority.
         cost: units.
         probe: the call is the breaker's probe.
+        namespace: of the guard that gave it; "" for a message's own.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Permit:
         probe: bool,
         release: Callable[[Classified], None],
         parent: Permit | None = None,
+        namespace: str = "",
     ) -> None:
         self.endpoint = endpoint
         self.model = model
@@ -61,6 +63,7 @@ class Permit:
         self.probe = probe
         self.lent = False
         self._release = release
+        self.namespace = namespace
         self._parent = parent
         self._recorded: Classified | None = None
         self._released = False

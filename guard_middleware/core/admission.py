@@ -152,8 +152,7 @@ def _touches_reserve(view: View, cost: int) -> bool:
     """Whether the call would leave less than the reserve, of the ceiling (all leases) or of the ramp (present ones)."""
     if view.in_flight + cost > view.ceiling - reserve_of(view.ceiling, view.spec.reserve, view.fraction):
         return True
-    ramp = view.ramp()
-    if ramp is None:
+    if view.ramp() is None or view.present == 0:  # alone, it may go: at the ramp's limit of one a wide call never fits
         return False
     limit = view.limit()
     return view.present + cost > limit - reserve_of(limit, view.spec.reserve, view.fraction)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from guard_middleware.core.commands import Finish, ParkAs
 from guard_middleware.core.outcome import Classified, Outcome
 from guard_middleware.errors import AdmissionDenied
+from guard_middleware.queueing import private
 
 if TYPE_CHECKING:
     from dramatiq.broker import MessageProxy
@@ -51,7 +52,8 @@ class Delivery:
         verdict = self.permit.verdict(exc)
         if isinstance(exc, AdmissionDenied):  # somebody else's capacity: no evidence about this endpoint
             verdict = Classified(outcome=Outcome.IGNORED, reason="AdmissionDenied")
-        self._finish(verdict, self._park(exc, verdict))
+        if self._finish(verdict, self._park(exc, verdict)):
+            raise private.GuardSkip
 
     def drop(self) -> None:
         """The delivery is over without an end of the body: somebody skipped the message, failed, or interrupted."""
@@ -65,7 +67,7 @@ class Delivery:
             return ParkAs.DENIED
         return ParkAs.OVERLOADED if verdict.outcome is Outcome.OVERLOAD else ParkAs.NO
 
-    def _finish(self, verdict: Classified, park: ParkAs) -> None:
+    def _finish(self, verdict: Classified, park: ParkAs) -> bool:
         finish = Finish(
             process=self.member.heartbeat.process,
             lease=self.holding.lease,
@@ -78,11 +80,10 @@ class Delivery:
         )
         with self._lock:
             if self._ended is not None:
-                return
+                return False
             self._ended = finish
             still_running = self._coroutines > 0
-        if not still_running:
-            self.member.finish(self.proxy, finish, verdict)
+        return not still_running and self.member.finish(self.proxy, finish, verdict)
 
     @property
     def outlived(self) -> bool:

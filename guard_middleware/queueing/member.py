@@ -134,16 +134,16 @@ class Member:
                 proxy = private.decode(take.payload)
             except Exception as exc:  # noqa: BLE001  # an encoder may raise anything
                 events.error("guard.undecodable", queue=take.queue[1], error=type(exc).__name__)
-                private.reject(self.broker, take.queue[1], take.message_id)
                 self._release(holding)
+                private.reject(self.broker, take.queue[1], take.message_id)
                 continue
             try:
                 self.broker.get_actor(proxy.actor_name)
             except ActorNotFound as exc:
                 proxy.fail()
                 proxy.stuff_exception(exc)
-                consumer.post_process_message(proxy)
                 self._release(holding)
+                consumer.post_process_message(proxy)
                 continue
             if holding is None or self._note_taken(take, proxy, holding):
                 private.push(self._dramatiq, proxy)
@@ -176,15 +176,21 @@ class Member:
             self._turns.pop(ident, None)
 
     def _release(self, holding: Holding | None) -> None:
-        if holding is not None:
-            finish = Finish(
-                process=self.heartbeat.process,
-                lease=holding.lease,
-                outcome=Outcome.IGNORED,
-                home=holding.home,
-                rank=holding.rank,
-                message=holding.message,
-            )
+        """Release a lease without an outcome: now, while its message is unacked, or with a beat if that fails."""
+        if holding is None:
+            return
+        finish = Finish(
+            process=self.heartbeat.process,
+            lease=holding.lease,
+            outcome=Outcome.IGNORED,
+            home=holding.home,
+            rank=holding.rank,
+            message=holding.message,
+        )
+        try:
+            self.heartbeat.finish(finish)
+        except Exception as exc:  # noqa: BLE001  # whatever it is, the lease ends
+            events.debug("guard.release_later", endpoint=holding.endpoint, error=type(exc).__name__)
             self.heartbeat.finish_later(finish)
 
     # -- before the actor ------------------------------------------------------------------------------------------
@@ -394,13 +400,13 @@ class Member:
 
     # -- after the actor -------------------------------------------------------------------------------------------
 
-    def finish(self, proxy: MessageProxy, finish: Finish, verdict: Classified) -> None:
+    def finish(self, proxy: MessageProxy, finish: Finish, verdict: Classified) -> bool:
         """Release a delivery's lease and take for this thread, which is about to be idle.
 
         An interrupt that strikes meanwhile ends here: the body has ended, so there is nothing left to interrupt.
 
-        Raises:
-            GuardSkip: the message is somewhere else now.
+        Returns:
+            Whether the message is somewhere else now; then its proxy can do nothing to it any more.
         """
         if verdict.outcome is Outcome.OVERLOAD:
             events.warning("guard.overload", endpoint=finish.home, error=verdict.reason)
@@ -408,10 +414,12 @@ class Member:
         if turn is not None:
             turn.doubt = finish
         reply = self._released(finish)
-        if reply is not None and reply.status in (Status.PARKED, Status.STOLEN):
-            self._skip(proxy)
+        is_elsewhere = reply is not None and reply.status in (Status.PARKED, Status.STOLEN)
+        if is_elsewhere:
+            private.void(proxy)
         if turn is not None:
             turn.doubt = None
+        return is_elsewhere
 
     def _released(self, finish: Finish) -> Reply | None:
         """Finish until there is an answer; what cannot wait is left to the beats."""

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from guard_middleware.core.commands import Ask, Beat, Configure, Finish, Held, Message, Operate
 
 Value = str | int
-_FIXED = 11
+_NOTHING = (0, b"", -1, -1, 0, 0, b"", 0, b"", 0, 0)
+_NO_LISTS: tuple[list[Any], ...] = ([], [], [], [])
+_FIXED = len(_NOTHING)
 _TAKE = 12
 _STATUSES = {int(status): status for status in Status}
 
@@ -169,33 +171,41 @@ def encode_operate(command: Operate) -> Call:
 
 
 def decode_reply(raw: Any) -> Reply:
-    """Read the flat reply of every script but `snapshot`.
+    """Read the flat reply of every script but `snapshot`. What is left out at its end is zero or empty.
 
     Raises:
         StoreUnavailable: if it is not such a reply.
     """
     try:
-        if len(raw) == _FIXED:
-            return Reply(
-                status=_STATUSES[raw[0]],
-                reason=raw[1].decode(),
-                retry_after_ms=raw[2],
-                endpoint=raw[3].decode(),
-                generation=raw[4],
-                probe=raw[5] == 1,
-                expires_at_ms=raw[6],
-                next_ms=raw[7],
-                waiting=raw[8],
-                epoch=raw[9].decode(),
-                count=raw[10],
-            )
-        return _decode_with_lists(raw)
+        status, epoch, next_ms, waiting, expires_at_ms, generation, endpoint, probe, reason, retry_after_ms, count = (
+            *raw[:_FIXED],
+            *_NOTHING[len(raw) :],
+        )
+        lost, stolen, woken, takes = _lists(raw) if len(raw) > _FIXED else _NO_LISTS
+        return Reply(
+            status=_STATUSES[status],
+            reason=reason.decode(),
+            retry_after_ms=retry_after_ms,
+            endpoint=endpoint.decode(),
+            generation=generation,
+            probe=probe == 1,
+            expires_at_ms=expires_at_ms,
+            takes=tuple(_take(takes[first : first + _TAKE]) for first in range(0, len(takes), _TAKE)) if takes else (),
+            next_ms=next_ms,
+            waiting=waiting,
+            epoch=epoch.decode(),
+            lost=tuple(one.decode() for one in lost) if lost else (),
+            stolen=tuple(one.decode() for one in stolen) if stolen else (),
+            count=count,
+            woken=tuple(one.decode() for one in woken) if woken else (),
+        )
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as exc:
         msg = f"the store's reply cannot be read ({type(exc).__name__}): is something else answering on its address?"
         raise StoreUnavailable(msg) from exc
 
 
-def _decode_with_lists(raw: list[Any]) -> Reply:
+def _lists(raw: list[Any]) -> list[list[Any]]:
+    """The four lists at the end of a reply, each with its length before it."""
     lists: list[list[Any]] = []
     at = _FIXED
     for _ in range(4):
@@ -204,25 +214,7 @@ def _decode_with_lists(raw: list[Any]) -> Reply:
     if at != len(raw):
         msg = f"{len(raw)} values where {at} were announced"
         raise ValueError(msg)
-    lost, stolen, woken, takes = lists
-    fixed = decode_reply(raw[:_FIXED])
-    return Reply(
-        status=fixed.status,
-        reason=fixed.reason,
-        retry_after_ms=fixed.retry_after_ms,
-        endpoint=fixed.endpoint,
-        generation=fixed.generation,
-        probe=fixed.probe,
-        expires_at_ms=fixed.expires_at_ms,
-        takes=tuple(_take(takes[first : first + _TAKE]) for first in range(0, len(takes), _TAKE)),
-        next_ms=fixed.next_ms,
-        waiting=fixed.waiting,
-        epoch=fixed.epoch,
-        lost=tuple(one.decode() for one in lost),
-        stolen=tuple(one.decode() for one in stolen),
-        count=fixed.count,
-        woken=tuple(one.decode() for one in woken),
-    )
+    return lists
 
 
 def _take(values: list[Any]) -> Take:

@@ -14,6 +14,7 @@ from tests.support.deployment import wait_until
 from tests.support.outage import (
     PROMPT_S,
     calls_of,
+    check_invariants,
     check_one_at_a_time,
     check_pauses,
     check_ramp,
@@ -47,7 +48,7 @@ def test_a_burst_of_1319_calls_never_reaches_a_server_that_refuses_the_17th(depl
     stats = deployment.server.stats()["chat"]
     assert stats.most_in_flight == 8
     assert stats.statuses == {"200": 1319}
-    deployment.check_everything_once(retries=0)
+    check_invariants(deployment, 8)
 
 
 @pytest.mark.parametrize("status", [503, 500])
@@ -68,7 +69,7 @@ def test_a_ceiling_set_too_high_costs_pauses_and_no_message(deploy, measured, st
     measured("statuses", statuses)
     assert statuses["200"] == len(ids)
     assert set(statuses) == {"200", str(status)}
-    deployment.check_everything_once(retries=0)
+    check_invariants(deployment, 64)
 
 
 def test_an_engine_that_dies_in_four_ways_at_once_is_one_incident(deploy, measured):
@@ -111,8 +112,7 @@ def test_an_engine_that_dies_in_four_ways_at_once_is_one_incident(deploy, measur
     assert served[0].t_start <= ready_at + 3.2 + PROMPT_S
     check_ramp(served[1:])
     assert len(served) == len(ids)
-    assert deployment.server.stats()["chat"].most_in_flight == 6
-    deployment.check_everything_once(retries=0)
+    check_invariants(deployment, 6)
 
 
 def test_32_failures_of_8_processes_within_a_moment_are_one_trip(deploy, measured):
@@ -150,7 +150,7 @@ def test_32_failures_of_8_processes_within_a_moment_are_one_trip(deploy, measure
     again = outage_in(calls_of(deployment.server), threshold=3)
     check_pauses(again.pauses(), [0.4])
     # Two failures before each trip were their messages' own; nothing else cost a retry
-    deployment.check_everything_once(retries=1)
+    check_invariants(deployment, 32, retries=1)
     assert sum(entry["retries"] for entry in deployment.done()) == 4
 
 
@@ -185,7 +185,7 @@ def test_late_successes_do_not_end_a_pause(deploy, measured):
     check_pauses(outage.pauses(), [3.0])
     check_ramp(outage.after)
     # ...and every result is there, also those of the four
-    deployment.check_everything_once(retries=1)
+    check_invariants(deployment, 10, retries=1)
     assert sum(entry["retries"] for entry in deployment.done()) == 3, "the failures before the breaker was open"
     backend = RedisBackend(url=deployment.redis_url, namespace=f"{deployment.broker_namespace}-results")
     with closing(backend.client):
@@ -232,7 +232,7 @@ def test_late_failures_neither_open_again_nor_disturb_the_probe(deploy, measured
     probe = next(one for one in half_calls if one.number == 6)
     assert probe.t_start < late.t_end < probe.t_end, "failures did come while the probe ran"
     # What failed while the breaker was not closed cost nothing; four messages met a closed one, and were retried
-    deployment.check_everything_once(retries=1)
+    check_invariants(deployment, 5, "half", "closed", retries=1)
     retried = {entry["id"] for entry in deployment.done() if entry["retries"]}
     assert len(retried) == 4
     assert retried <= set(closed)

@@ -17,6 +17,7 @@ from tests.support.outage import (
     START_S,
     attempts_of,
     calls_of,
+    check_invariants,
     check_one_at_a_time,
     check_pauses,
     check_ramp,
@@ -80,8 +81,7 @@ def test_an_ill_server_gets_one_request_per_pause_and_each_pause_is_twice_as_lon
     # ...and it recovered without a wave, above no ceiling, with nobody's retries touched
     check_ramp(outage.after)
     assert len(calls) == failing + len(ids)
-    assert deployment.server.stats()["chat"].most_in_flight == CEILING
-    deployment.check_everything_once(retries=0)
+    check_invariants(deployment, CEILING)
 
 
 def test_a_closed_port_is_tried_once_per_pause_by_all_processes_together(deploy, measured):
@@ -107,8 +107,7 @@ def test_a_closed_port_is_tried_once_per_pause_by_all_processes_together(deploy,
     assert len(tries) == len(outage) - 1 + len(deployment.sent)
     assert len(calls) == len(deployment.sent)
     check_ramp(calls[1:])
-    assert deployment.server.stats()["chat"].most_in_flight <= CEILING
-    deployment.check_everything_once(retries=0)
+    check_invariants(deployment, CEILING)
 
 
 def test_everything_parked_and_nothing_in_flight_drains_by_itself(deploy, measured):
@@ -133,7 +132,7 @@ def test_everything_parked_and_nothing_in_flight_drains_by_itself(deploy, measur
     check_pauses(outage.pauses(), [1.2])
     assert outage.probes[0].message_id not in first, "who saw the overload is not the next probe while another waits"
     check_ramp(outage.after)
-    deployment.check_everything_once(retries=0)
+    check_invariants(deployment, CEILING)
 
 
 def test_a_rate_limit_costs_the_endpoint_one_request_per_hint_and_the_messages_no_retry(deploy, measured):
@@ -154,7 +153,7 @@ def test_a_rate_limit_costs_the_endpoint_one_request_per_hint_and_the_messages_n
     assert len(outage.probes) - 1 <= 10, "one request per half second for five seconds"
     assert len({one.message_id for one in limited_calls}) == len(limited_calls), "no message was charged twice"
     assert len(calls) == len(limited_calls) + len(ids)
-    deployment.check_everything_once(retries=0)
+    check_invariants(deployment, 4)
 
 
 @pytest.mark.parametrize("ill_probes", [4, 0], ids=["ill", "healthy"])
@@ -163,8 +162,9 @@ def test_of_16_processes_one_probes_in_each_half_open_period(deploy, measured, i
     # Given 8 calls in flight that are cut off all at once, and a server that is ill for some probes more
     deployment = guarded_chat(deploy, ceiling=8)
     start_groups(deployment, 1, processes=16, threads=1)
-    ill = Step(calls=(9, 8 + ill_probes), fault=Fault.STATUS, status=503)
-    deployment.server.script([Step(calls=(1, 8), fault=Fault.HANG), *([ill] if ill_probes else [])])
+    ill = [Step(calls=(9, 8 + ill_probes), fault=Fault.STATUS, status=503)] if ill_probes else []
+    slow_probe = Step(calls=(9 + ill_probes, 9 + ill_probes), fault=Fault.SERVE, ms=300)
+    deployment.server.script([Step(calls=(1, 8), fault=Fault.HANG), *ill, slow_probe])
     ids = deployment.send("orchestrate", 200)
     deployment.server.wait_until(lambda stats: stats["chat"].in_flight == 8, START_S)
     deployment.server.kill_host()
@@ -180,7 +180,7 @@ def test_of_16_processes_one_probes_in_each_half_open_period(deploy, measured, i
     check_one_at_a_time(outage.probes)
     check_ramp(outage.after)
     assert len(calls) == 8 + ill_probes + len(ids)
-    deployment.check_everything_once(retries=0)
+    check_invariants(deployment, 8)
 
 
 def test_the_longest_hint_of_one_answer_binds_all_workers_and_never_shortens_a_cooldown(deploy, measured):
@@ -218,4 +218,43 @@ def test_the_longest_hint_of_one_answer_binds_all_workers_and_never_shortens_a_c
     measured("pauses_s", pauses)
     for name, (_, pause_s) in hints.items():
         check_pauses(pauses[name], [pause_s])
-    deployment.check_everything_once(retries=0)
+    check_invariants(deployment, 4, *hints)
+
+
+def test_a_server_that_recovers_by_halves_sees_no_wave(deploy, measured):
+    """After the pause it serves only 2 at once for a while, then 20: two more pauses at most, never a full width."""
+    # Given 200 messages, a first failure, and then a server that refuses the third call until 3 s have passed
+    deployment = deploy(**serving("chat", ceiling=20, base_ms=50), env=cooldowns(1.0, 60))
+    start_groups(deployment, 2, processes=2, threads=6)
+    refusal = {"fault": Fault.STATUS, "status": 503, "headers": {"retry-after": "1"}}
+    deployment.server.script(
+        [
+            Step(calls=(1, 1), **refusal),
+            Step(in_flight_above=2, to_s=3.0, **refusal),
+            Step(in_flight_above=20, **refusal),
+        ],
+        starts="first_call",
+    )
+    first = deployment.send("orchestrate")
+    with looking_at(deployment) as look:
+        wait_until(lambda: look().breaker == "open", 5, "open")
+    ids = [*first, *deployment.send("orchestrate", 200)]
+    deployment.wait_done(ids, 30)
+    # Then it tripped again at most twice, and each time cost the server few refusals
+    calls = calls_of(deployment.server)
+    with looking_at(deployment) as look:
+        generations = look().generation
+    refused = [one for one in calls if one.status == 503]
+    reopened = generations // 2 - 1
+    measured("refused", len(refused))
+    measured("reopened", reopened)
+    measured("drained_after_s", round(max(one.t_end for one in calls) - calls[0].t_start, 3))
+    assert reopened <= 2
+    assert len(refused) <= 1 + 4 * reopened
+    # ...nobody came before a pause was over, and after each of them the limit rose in steps
+    for closed in range(2, generations + 1, 2):
+        failed = min(one.t_end for one in refused if generation_of(one) == closed - 2)
+        (probe,) = [one for one in calls if generation_of(one) == closed - 1]
+        check_pauses([round(probe.t_start - failed, 4)], series(1.0, 60, closed // 2)[-1:])
+        check_ramp([one for one in calls if generation_of(one) == closed])
+    check_invariants(deployment, 20)

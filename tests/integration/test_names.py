@@ -85,3 +85,18 @@ def test_two_namespaces_share_nothing_and_one_is_shared(deploy):
     found = {name: breakers(one.store()) for name, one in (("first", first), ("other", other), ("same", same))}
     assert found == {"first": {"chat"}, "other": set(), "same": {"chat"}}
     assert other.guard.try_permit("chat") is not None
+
+
+def test_permit_of_one_namespace_is_not_lent_in_another(deploy):
+    """Inside of one guard's permit, a guard of another namespace gives one of its own, and counts it."""
+    # Given two namespaces with an endpoint of the same name
+    first = deploy(kill_at_end=True, models={"chat": {"max_concurrent_requests": 1}})
+    other = deploy(kill_at_end=True, server=first.server, models={"chat": {"max_concurrent_requests": 1}})
+    # When a call under a permit of the first is nested in one under a permit of the other
+    with other.guard.permit("chat"), first.guard.permit("chat"):
+        # Then both have a unit in flight
+        assert first.guard.snapshot().endpoints["chat"].in_flight == 1
+        assert other.guard.snapshot().endpoints["chat"].in_flight == 1
+    # And the same guard lends its own permit as before
+    with first.guard.permit("chat"), first.guard.permit("chat"):
+        assert first.guard.snapshot().endpoints["chat"].in_flight == 1

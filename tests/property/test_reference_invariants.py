@@ -23,7 +23,7 @@ from tests.unit.builders import NAMESPACE, World, spec
 BACKGROUND = 3
 RULES = Rules(lease_ms=6_000, heartbeat_ms=1_000, ageing_ms=8_000, probe_deadline_ms=4_000)
 
-# -- the admission rule once more, from the design's text: the oracle of the checks --------------------------------------
+# -- the admission rule once more, from the design's text: the oracle of the checks -----------------------------------
 
 
 def reserve(limit, fixed):
@@ -79,7 +79,7 @@ def endpoint_admits(state, now, endpoint, rank, cost, *, aged=False):
         present = sum(lease.cost for lease in live(state, now, endpoint) if lease.generation == breaker.generation)
         if present and present + cost > 1 + breaker.ramp:
             return False
-        return not (background and present + cost > limit - reserve(limit, one.reserve))
+        return not (background and present and present + cost > limit - reserve(limit, one.reserve))
     return True
 
 
@@ -185,7 +185,7 @@ class Watched(Reference):
             if (other_line, other_id) in serving.passed:
                 continue
             if self.runner(other_line, other, serving.process if serving.want > 0 else ""):
-                assert chosen(state, now, line[0], other.rank, other.cost) is None, "I8: a better waiter stood there"
+                assert chosen(state, now, line[0], other.rank, other.cost) != endpoint, "I8: a better waiter stood there"
         super()._let_go(serving, line, waiter, parked, endpoint, runner)
 
     def serve(self, process, want, via):

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 
 from guard_middleware.core.breaker import Breaker
 from guard_middleware.core.reference import Reference
-from guard_middleware.core.values import Rules
 from guard_middleware.store import keys
 from guard_middleware.store.redis import RedisStore
 
@@ -34,10 +33,13 @@ return found
 """
 
 
-CLOCK = "last_run due places takes epoch_until away held_at"
 RULES = "lease_ms heartbeat_ms hold_ms ageing_ms max_overloads reserve_fraction probe_deadline_ms retry_after_cap_ms"
-ENDPOINT = "override paused generation open_until_ms trips fails probe_until_ms ramp mean background_at"
-SPEC = "ceiling floor reserve breaker fail_threshold base_cooldown_ms max_cooldown_ms backoff_factor budget floors"
+CLOCK = f"last_run due places takes epoch_until away held_at {RULES}"
+SPEC = "ceiling floor reserve breaker fail_threshold base_cooldown_ms max_cooldown_ms backoff_factor"
+ENDPOINT = (
+    "mean background_at override paused generation open_until_ms trips fails probe_until_ms ramp "
+    f"named {SPEC} budget floors"
+)
 LEASE = "rank cost place deadline_ms started_at_ms generation hold"
 PARKED = "rank cost place overloads denials overloaded deadline_ms"
 
@@ -161,7 +163,7 @@ class Stored:
                 self.broker[name] = value
         self.facts = {field.decode(): value for field, value in _pairs(self.guard.get("state", []))}
         self.namespaces = namespaces
-        self.clock, _ = numbers(CLOCK, self.facts["clock"])
+        self.clock, self.epoch = numbers(CLOCK, self.facts["clock"])
         self.endpoints = {}
         for endpoint, packed in self.family("endpoint:").items():
             one, probe = numbers(ENDPOINT, packed)
@@ -191,8 +193,8 @@ class Stored:
         leases, tombstones = self.leases()
         self.check_bounds(lines, held_back, parked, leases)
         return {
-            "rules": numbers(RULES, self.facts["rules"])[0] if "rules" in self.facts else asdict(Rules()),
-            "epoch": (self.facts.get("epoch", b"").decode(), self.clock["epoch_until"]),
+            "rules": {name: self.clock[name] for name in RULES.split()},
+            "epoch": (self.epoch.decode(), self.clock["epoch_until"]),
             "counters": tuple(self.clock[name] for name in ("last_run", "places", "takes")),
             "published": {process.decode() for process, _ in _pairs(self.guard.get("published", []))},
             "specs": self.specs(),
@@ -244,15 +246,17 @@ class Stored:
 
     def specs(self):
         found = {}
-        for endpoint, packed in self.family("spec:").items():
-            spec, texts = numbers(SPEC, packed)
-            texts = unpack(texts)
-            budget, floors = spec.pop("budget"), spec.pop("floors")
-            assert budget == (self.table("budgets") or {}).get(texts["group"], -1)
-            assert floors == sum(other["floor"] for other in texts["others"])
+        for endpoint, one in self.endpoints.items():
+            if not one["named"]:
+                continue
+            texts = self.table(f"texts:{endpoint}")
+            assert one["budget"] == (self.table("budgets") or {}).get(texts["group"], -1)
+            assert one["floors"] == sum(other["floor"] for other in texts["others"])
+            spec = {name: one[name] for name in SPEC.split()}
             spec["reserve"] = None if spec["reserve"] < 0 else spec["reserve"]
             spec["breaker"] = spec["breaker"] == 1
             found[endpoint] = spec | {"id": endpoint, "group": texts["group"], "fallback": texts["fallback"]}
+        assert set(found) == set(self.family("texts:"))
         assert sorted(found) == (self.table("endpoints") or [])
         return found
 
@@ -267,21 +271,20 @@ class Stored:
         for lease_id, packed in self.kind("lease:").items():
             if packed.startswith(b"L"):
                 one, texts = numbers(LEASE, packed[1:])
-                texts = unpack(texts)
+                texts = texts.decode().split(US)
                 live[lease_id] = one | {"hold": one["hold"] == 1}
                 live[lease_id] |= dict(zip(("endpoint", "home", "process", "via"), texts[:4], strict=True))
                 names = ("namespace", "queue", "id", "worker")
-                live[lease_id]["message"] = dict(zip(names, texts[4:], strict=True)) if texts[4:] else None
+                live[lease_id]["message"] = dict(zip(names, texts[4:], strict=True)) if texts[6] else None
             else:
                 one, texts = numbers("status until away retry_after", packed[1:])
                 until = one["until"] + self.clock["away"] - one["away"]
-                reason, takes = [*(unpack(texts) if texts else ("",)), ()][:2]
+                reason, *takes = texts.decode().split(US)
                 if until > self.now:
                     tombstones[lease_id] = (one["status"], until, reason, one["retry_after"], tuple(takes))
         assert set(live) == set(expiries), "a lease's record and its units go together"
         assert {lease_id: one["cost"] for lease_id, one in live.items()} == dict(units)
-        leased = {endpoint.decode() for endpoint in self.guard.get("leased", [])}
-        assert {endpoint for endpoint, _ in expiries.values()} <= leased
+        assert {endpoint for endpoint, _ in expiries.values()} <= set(self.table("leased") or [])
         held = {one["process"] for one in live.values() if one["hold"]}
         assert held == {process for process, one in self.reported().items() if one["held"]}
         for lease_id, one in live.items():
@@ -294,7 +297,7 @@ class Stored:
 
     def processes(self):
         alive = self.zset("alive")
-        said = {process.decode(): unpack(packed) for process, packed in _pairs(self.guard.get("processes", []))}
+        said = {process: unpack(packed) for process, packed in self.family("said:").items()}
         found = {}
         for process, known in self.reported().items():
             one = said.get(process, {"queues": {}, "worker": "", "beat": "", "beaten_at_ms": 0, "before_ms": 0})

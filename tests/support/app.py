@@ -16,7 +16,8 @@ import dramatiq
 import httpx
 import redis
 from dramatiq.brokers.redis import RedisBroker
-from dramatiq.middleware import AsyncIO, CurrentMessage
+from dramatiq.middleware import AsyncIO, CurrentMessage, GroupCallbacks
+from dramatiq.rate_limits.backends import RedisBackend as Barriers
 from dramatiq.results import Results
 from dramatiq.results.backends import RedisBackend
 
@@ -37,6 +38,7 @@ broker = RedisBroker(
     maintenance_chance=int(os.environ.get("APP_MAINTENANCE_CHANCE", "1000")),
 )
 broker.add_middleware(Results(backend=RedisBackend(url=URL, namespace=f"{NAMESPACE}-results")))
+broker.add_middleware(GroupCallbacks(Barriers(url=URL)))
 broker.add_middleware(AsyncIO())
 if GUARDED:
     broker.add_middleware(GuardMiddleware(Guard(GuardSettings())))
@@ -147,19 +149,26 @@ def plain(ms: float = 0) -> None:
     done("plain")
 
 
+@dramatiq.actor(queue_name="plain", store_results=True, **OPTIONS)
+def plain_value(value: int) -> int:
+    """Work without a guard, and a result."""
+    done("plain_value")
+    return value + 1
+
+
 @dramatiq.actor(queue_name="callbacks")
 def on_success(message: dict, result: object) -> None:
     """A success callback."""
-    record.rpush(f"{NAMESPACE}:callbacks", json.dumps({"success": message["message_id"], "result": result}))
+    record.rpush(f"{NAMESPACE}:called", json.dumps({"success": message["message_id"], "result": result}))
 
 
 @dramatiq.actor(queue_name="callbacks")
 def on_failure(message: dict, exception: dict) -> None:
     """A failure callback."""
-    record.rpush(f"{NAMESPACE}:callbacks", json.dumps({"failure": message["message_id"], "type": exception["type"]}))
+    record.rpush(f"{NAMESPACE}:called", json.dumps({"failure": message["message_id"], "type": exception["type"]}))
 
 
 @dramatiq.actor(queue_name="callbacks")
 def group_done() -> None:
     """A group's completion callback."""
-    record.rpush(f"{NAMESPACE}:callbacks", json.dumps({"group": True}))
+    record.rpush(f"{NAMESPACE}:called", json.dumps({"group": True}))

@@ -196,9 +196,11 @@ class Bench:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def start(self, *, threads: int = 2, queues: set[str] | None = None) -> dramatiq.Worker:
+    def start(
+        self, *, threads: int = 2, queues: set[str] | None = None, worker_timeout: int = 50
+    ) -> dramatiq.Worker:
         """Start a worker as Dramatiq's CLI does."""
-        worker = dramatiq.Worker(self.broker, worker_timeout=50, worker_threads=threads, queues=queues)
+        worker = dramatiq.Worker(self.broker, worker_timeout=worker_timeout, worker_threads=threads, queues=queues)
         self.workers.append(worker)
         worker.start()
         if self.is_guarded:
@@ -216,6 +218,10 @@ class Bench:
         member = member_of(self.broker)
         assert member is not None
         return member
+
+    def member_is_gone(self) -> bool:
+        """Whether this process has no member for the broker any more."""
+        return member_of(self.broker) is None
 
     def threads_alive(self) -> bool:
         """Whether all worker threads live."""
@@ -272,13 +278,17 @@ class Bench:
         wait_until(lambda: wanted <= set(self.ended), timeout_s, "all have run")
 
     def stored(self, queue: str | None = None) -> list[Message[Any]]:
-        """Every message that a Redis broker still has, parked and fetched ones included."""
-        names = sorted(self.broker.queues if queue is None else {queue})
-        found = []
-        for name in names:
-            for kind in ("", ".DQ"):
-                found += self.broker.client.hvals(f"{self.namespace}:{name}{kind}.msgs")
-        return [Message.decode(one) for one in found]
+        """Every message that the broker still has, of a queue or of all: parked and fetched ones included.
+
+        A StubBroker tells only how many those are.
+        """
+        names = [queue, f"{queue}.DQ"] if queue else [*self.broker.queues, *self.broker.delay_queues]
+        if isinstance(self.broker, StubBroker):
+            return [one for name in set(names) for one in [None] * self.broker.queues[name].unfinished_tasks]
+        with self.broker.client.pipeline(transaction=True) as pipe:  # a message may be on its way between two of them
+            for name in sorted(set(names)):
+                pipe.hvals(f"{self.namespace}:{name}.msgs")
+            return [Message.decode(one) for found in pipe.execute() for one in found]
 
     def dead(self) -> list[Message[Any]]:
         """Every dead-lettered message."""

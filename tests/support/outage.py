@@ -128,6 +128,22 @@ def series(base_s: float, most_s: float, count: int) -> list[float]:
     return [min(base_s * 2**trips, most_s) for trips in range(count)]
 
 
+def check_invariants(deployment: Deployment, ceiling: int, *names: str, retries: int = 0) -> None:
+    """Never over the ceiling, everything done once, no permit left in use, no retry burned by being postponed.
+
+    Args:
+        deployment: at its end.
+        ceiling: of each of the endpoints.
+        names: of the endpoints; "chat" if not given.
+        retries: the most that any message may have, where calls failed that no breaker was open after.
+    """
+    stats = deployment.server.stats()
+    for name in names or ("chat",):
+        assert stats[name].most_in_flight <= ceiling, name
+    assert all(request.number for request in deployment.server.log()), "no health URL was asked"
+    deployment.check_everything_once(retries=retries)
+
+
 def check_pauses(pauses: Sequence[float], expected: Sequence[float]) -> None:
     """Each pause lasted as long as it should, and ended by itself soon after."""
     assert len(pauses) == len(expected), pauses

@@ -349,3 +349,11 @@ def test_background_is_hopeless_above_what_the_reserve_leaves():
     assert not waits_in_vain(view(reserve=1), rank=ORCHESTRATION, cost=4)
     assert not waits_in_vain(view(reserve=1, breaker=HALF_OPEN), rank=BACKGROUND, cost=4)
     assert waits_in_vain(view(ceiling=9, group=group(budget=6)), rank=BACKGROUND, cost=5)
+
+
+def test_background_alone_in_the_ramp_is_not_kept_out_by_the_ramps_reserve():
+    """Rules 4 and 5: cost 2 at a limit of one or two goes alone; the ceiling's own reserve still holds."""
+    for ramp in (0, 1):
+        state = Breaker(generation=2, ramp=ramp, trips=1)
+        assert at_endpoint(view(ceiling=8, reserve=None, breaker=state), rank=BACKGROUND, cost=2) is None
+        assert at_endpoint(view(ceiling=8, reserve=None, breaker=state, in_flight=4, present=0), rank=BACKGROUND, cost=2)

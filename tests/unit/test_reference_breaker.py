@@ -456,6 +456,20 @@ def test_wide_call_goes_alone_during_the_ramp():
     assert world.seen().ramp == -1
 
 
+def test_wide_background_work_recovers_without_waiting_for_its_turn():
+    """An endpoint with background of cost 2 only: after the close it goes on at once, one by one, then wider."""
+    world = World(spec(ceiling=8, reserve=None))
+    trip(world)
+    waiting = [world.arrive(rank=3, cost=2).id for _ in range(4)]
+    world.pass_time(500)
+    world.beat(take=1, idle=1)
+    reply = world.finish(world.calls()[waiting[0]], take=2, idle=2)
+
+    assert [take.message_id for take in reply.takes] == [waiting[1]]
+    reply = world.finish(world.calls()[waiting[1]], take=2, idle=2)
+    assert [take.message_id for take in reply.takes] == [waiting[2]]
+
+
 def test_breaker_switched_off_during_its_ramp_leaves_no_limit_behind():
     """A deploy with the breaker off takes the ramp and the cooldown away."""
     world = World(spec(ceiling=8))

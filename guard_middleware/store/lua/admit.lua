@@ -29,48 +29,57 @@
      8 UNCONFIGURED
 ]]
 --- @include "state"
---- @include "leases"
---- @include "grant"
---- @include "capacity"
--- The common case, without what the others need: nobody waits, time has ended nothing, and the call may start.
+
+-- The common case, without what the others need: one unit of an endpoint without a group; nobody waits, time has ended
+-- nothing, and there is room.
 do
-  local process, lease_id, endpoint = ARGV[2], ARGV[3], ARGV[4]
-  local rank, cost, idle = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[8])
+  local process, lease_id, endpoint, rank = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
   local namespace, queue, message, worker = KEYS[2], ARGV[11], ARGV[12], ARGV[13]
-  prefetch({
-    "clock", "rules", "epoch", "lines", "process:" .. process, "spec:" .. endpoint, "endpoint:" .. endpoint,
-  })
-  local known, spec = process_of(process), spec_of(endpoint)
-  local one = spec and endpoint_of(endpoint)
-  if known and spec and facts.epoch and now >= clock.epoch_until_ms
-    and now - clock.last_run_ms <= 2 * rules.heartbeat_ms and now < clock.due_ms
-    and not facts.lines and clock.held_at_ms == huge and not known.held and not one.paused
-    and (not spec.breaker or (one.open_until_ms == 0 and one.ramp == -1)) and not impossible(spec, cost)
-    and (not message or (call("HEXISTS", namespace .. ":" .. queue .. ".msgs", message) == 1
-      and call("SISMEMBER", namespace .. ":__acks__." .. worker .. "." .. queue, message) == 1
-      and call("HEXISTS", root .. "parked:" .. endpoint .. "\31" .. namespace .. "\31" .. queue, message) == 0))
-    and not no_room(endpoint, spec, cost, rank >= BACKGROUND) then
-    local lease = {
-      endpoint = endpoint, home = endpoint, rank = rank, cost = cost, process = process, place = clock.places + 1,
-      deadline_ms = tonumber(ARGV[9]), namespace = namespace, queue = queue, message = message, worker = worker,
-    }
-    local expires_at_ms = grant(lease_id, lease, "NX")
-    if expires_at_ms then               -- else this id has been asked for before
-      clock.places = lease.place
-      clock.last_run_ms = now
-      if idle >= 0 then set_idle(process, idle) end
-      flush()
-      return { 0, "", 0, endpoint, lease.generation, 0, expires_at_ms, -1, -1, facts.epoch, 0 }
+  local fields = call("HMGET", STATE, "clock", "lines", "process:" .. process, "endpoint:" .. endpoint)
+  local packed, known, one = fields[1], fields[3], fields[4]
+  if packed and not fields[2] and known and one and ARGV[6] == "1" then
+    local last_run, due, places, _, epoch_until, _, held_at, lease_ms, heartbeat_ms, _, _, _, fraction, _, _, rest =
+      numbers(CLOCK, packed)
+    local _, held = numbers(PROCESS, known)
+    local mean, _, override, paused, generation, open_until, _, _, _, ramp, named, ceiling, _, reserve, breaker,
+      _, _, _, _, budget = numbers(ENDPOINT, one)
+    local limit = override >= 0 and override or ceiling
+    if rank >= BACKGROUND and limit > 1 then
+      limit = limit - min(reserve >= 0 and reserve or max(1, floor(fraction * limit + 0.5)), limit - 1)
+    end
+    if rest <= #packed and now >= epoch_until and now - last_run <= 2 * heartbeat_ms and now < due and held_at == huge
+      and held == 0 and named == 1 and paused == 0 and budget < 0 and (breaker == 0 or (open_until == 0 and ramp == -1))
+      and (not message or (call("HEXISTS", namespace .. ":" .. queue .. ".msgs", message) == 1
+        and call("SISMEMBER", namespace .. ":__acks__." .. worker .. "." .. queue, message) == 1
+        and call("HEXISTS", root .. "parked:" .. endpoint .. "\31" .. namespace .. "\31" .. queue, message) == 0))
+      and call("ZCOUNT", UNITS .. endpoint, now + 1, "+inf") < limit
+      and call("SET", LEASE .. lease_id, "L"
+        .. pack_numbers(LEASE_NUMBERS, rank, 1, places + 1, ARGV[9], now, generation, 0)
+        .. endpoint .. "\31" .. endpoint .. "\31" .. process .. "\31\31" .. (namespace or "") .. "\31" .. (queue or "")
+        .. "\31" .. (message or "") .. "\31" .. (worker or ""), "NX") then
+      local expires_at_ms = now + lease_ms
+      call("ZADD", UNITS .. endpoint, expires_at_ms, lease_id)
+      local changed = { "clock", pack_numbers(">ddd", now, min(due, expires_at_ms), places + 1) .. packed:sub(25) }
+      if ARGV[8] ~= "-1" then
+        changed[3], changed[4] = "process:" .. process, pack_numbers(PROCESS, ARGV[8], 0)
+      end
+      if rank >= BACKGROUND then
+        changed[#changed + 1] = "endpoint:" .. endpoint
+        changed[#changed + 1] = pack_numbers(">dd", mean, now) .. one:sub(17)
+      end
+      call("HSET", STATE, unpack(changed))
+      return { 0, packed:sub(rest), -1, -1, expires_at_ms, generation, endpoint }
     end
   end
 end
 
---- @include "order"
---- @include "breaker"
+--- @include "facts"
+--- @include "leases"
+--- @include "rule"
 --- @include "lines"
+--- @include "moves"
 --- @include "configuration"
 --- @include "sweep"
---- @include "rule"
 --- @include "waiting"
 --- @include "serve"
 --- @include "reply"
@@ -83,9 +92,10 @@ local rank, cost, take, idle = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(AR
 local deadline_ms, flags = tonumber(ARGV[9]), ARGV[10]
 local namespace, queue, message, worker = KEYS[2], ARGV[11], ARGV[12], ARGV[13]
 
+prefetch({ "clock", "lines", "process:" .. process, "endpoint:" .. endpoint, "texts:" .. endpoint, "said:" .. process })
 begin(process, idle)
 
-if not fact("epoch") or not spec_of(endpoint) or not process_of(process) then
+if epoch == "" or not endpoint_of(endpoint).named or not process_of(process) then
   return answer(UNCONFIGURED, process, "", 0)
 end
 

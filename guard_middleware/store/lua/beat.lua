@@ -19,15 +19,13 @@
      9 DONE
 ]]
 --- @include "state"
+--- @include "facts"
 --- @include "leases"
---- @include "grant"
---- @include "capacity"
---- @include "order"
---- @include "breaker"
+--- @include "rule"
 --- @include "lines"
+--- @include "moves"
 --- @include "configuration"
 --- @include "sweep"
---- @include "rule"
 --- @include "waiting"
 --- @include "serve"
 --- @include "reply"
@@ -50,11 +48,11 @@ local function list()
   return values
 end
 
-prefetch({ "clock", "rules", "epoch", "lines", "process:" .. process, "deadlines" })
+prefetch({ "clock", "lines", "process:" .. process, "said:" .. process, "leased" })
 local leaving = ARGV[7] == "1"
 begin(process, leaving and 0 or tonumber(ARGV[5]))
 
-if not fact("epoch") or not process_of(process) then return answer(UNCONFIGURED, process, "", 0) end
+if epoch == "" or not process_of(process) then return answer(UNCONFIGURED, process, "", 0) end
 
 -- Count a call that still runs. Returns false if somebody else has its message.
 local function assert_again(id, held)
@@ -64,12 +62,12 @@ local function assert_again(id, held)
   local mine = true
   if held.message then
     local line = lines().name(held.home, held.namespace, held.queue)
-    mine = lines().withdraw(line, held.message, held.worker)
+    mine = withdraw(line, held.message, held.worker)
     local known = lines().parked(line, held.message)
     held.place = known and known.place or 0
     if not mine then held.namespace, held.queue, held.message, held.worker = nil, nil, nil, nil end
   end
-  call("SADD", root .. "leased", held.endpoint)
+  may_lease(held.endpoint)
   write_lease(id, held)
   set_expiry(id, held, now + rules.lease_ms)
   return mine
@@ -81,8 +79,7 @@ for _ = 1, tonumber(text()) do
   local namespace, queue = text(), text()
   queues[namespace .. "\31" .. queue] = 1
 end
-local packed = call("HGET", root .. "processes", process)
-local known = packed and decode(packed) or { queues = {}, beat = "", beaten_at_ms = 0, before_ms = 0 }
+local known = record("said:" .. process) or { queues = {}, beat = "", beaten_at_ms = 0, before_ms = 0 }
 for full in pairs(known.queues) do
   if not queues[full] then call("SREM", consumers_key(full), process) end
 end
@@ -93,7 +90,7 @@ known.queues, known.worker = queues, worker
 if known.beat ~= beat_id then
   known.beat, known.before_ms, known.beaten_at_ms = beat_id, known.beaten_at_ms, now
 end
-call("HSET", root .. "processes", process, pack(known))
+set_record("said:" .. process, known)
 call("ZADD", root .. "alive", now + rules.lease_ms, process)
 clock.due_ms = min(clock.due_ms, now + rules.lease_ms)
 
@@ -147,7 +144,7 @@ elseif want > 0 then
   table.sort(standing, before)
   for _, line in ipairs(standing) do        -- nobody names their endpoints any more
     local parts = lines().parts(line)
-    if queues[parts.full] and not spec_of(parts.endpoint) then lines().drain(parts.full, DRAIN_BATCH, line) end
+    if queues[parts.full] and not endpoint_of(parts.endpoint).named then drain(parts.full, DRAIN_BATCH, line) end
   end
 end
 local serving = serve(process, want, beat_id)

@@ -14,15 +14,13 @@
      9 DONE
 ]]
 --- @include "state"
+--- @include "facts"
 --- @include "leases"
---- @include "grant"
---- @include "capacity"
---- @include "order"
---- @include "breaker"
+--- @include "rule"
 --- @include "lines"
+--- @include "moves"
 --- @include "configuration"
 --- @include "sweep"
---- @include "rule"
 --- @include "waiting"
 --- @include "serve"
 --- @include "reply"
@@ -41,7 +39,7 @@ local function number()
   return tonumber(text())
 end
 
-prefetch({ "clock", "rules", "epoch", "lines", "process:" .. process })
+prefetch({ "clock", "lines", "process:" .. process, "endpoints", "leased" })
 begin(process, -1)
 
 local published = {
@@ -73,8 +71,8 @@ if not process_of(process) then
 end
 call("ZADD", root .. "alive", now + rules.lease_ms, process)
 clock.due_ms = min(clock.due_ms, now + rules.lease_ms)
-if not fact("epoch") then
-  set_fact("epoch", process .. "@" .. string.format("%.0f", now))
+if epoch == "" then
+  epoch = process .. "@" .. string.format("%.0f", now)
   if hold_ms < 0 then hold_ms = rules.heartbeat_ms end
   clock.epoch_until_ms = now + (ARGV[4] ~= "" and rules.lease_ms or hold_ms)
 end

@@ -23,57 +23,60 @@
      6 STOLEN              the lease ran out, and somebody else has the message
 ]]
 --- @include "state"
---- @include "leases"
--- The mean length of an endpoint's calls, smoothed with weight 1/8.
-local function smooth(lease)
-  if not spec_of(lease.endpoint) then return end
-  local one = endpoint_of(lease.endpoint)
-  local length_ms = now - lease.started_at_ms
-  if one.mean_ms > 0 then length_ms = floor(one.mean_ms + (length_ms - one.mean_ms) / 8 + 0.5) end
-  length_ms = max(1, length_ms)
-  if one.mean_ms ~= length_ms then
-    one.mean_ms = length_ms
-    changed_endpoints[lease.endpoint] = true
-  end
+
+-- The mean length of an endpoint's calls after one more, smoothed with weight 1/8.
+local function smooth(mean_ms, length_ms)
+  return max(1, mean_ms == 0 and length_ms or floor(mean_ms + (length_ms - mean_ms) / 8 + 0.5))
 end
 
 -- The common case, without what the others need: nobody waits, time has ended nothing, and all is well.
 do
-  local process, lease_id, outcome, home, idle = ARGV[2], ARGV[3], ARGV[4], ARGV[6], tonumber(ARGV[9])
-  prefetch({
-    "clock", "rules", "epoch", "lines", "process:" .. process, "spec:" .. home, "endpoint:" .. home, "deadlines",
-  })
-  local known = process_of(process)
-  if rules and now - clock.last_run_ms <= 2 * rules.heartbeat_ms and now < clock.due_ms
-    and not facts.lines and clock.held_at_ms == huge and not (known and known.held)
-    and outcome ~= "overload" and ARGV[7] == "" then
-    local message, queue = ARGV[11], ARGV[10]
-    local lease = lease_of(lease_id)
-    local one = lease and endpoint_of(lease.endpoint)
-    if lease and one.open_until_ms == 0 and one.fails == 0 and one.ramp == -1
-      and (not message or (lease.message
-        and call("SISMEMBER", KEYS[2] .. ":__acks__." .. ARGV[12] .. "." .. queue, message) == 1)) then
-      end_lease(lease_id, lease, true)
-      if message then call("HDEL", root .. "parked:" .. home .. "\31" .. KEYS[2] .. "\31" .. queue, message) end
-      if outcome == "success" then smooth(lease) end
-      bury(lease_id, 5, "", 0)
-      clock.last_run_ms = now
-      if idle >= 0 then set_idle(process, idle) end
-      flush()
-      return { 5, "", 0, "", 0, 0, 0, -1, 0, facts.epoch or "", 0 }
+  local process, lease_id, outcome = ARGV[2], ARGV[3], ARGV[4]
+  local namespace, queue, message = KEYS[2], ARGV[10], ARGV[11]
+  local fields = call("HMGET", STATE, "clock", "lines", "process:" .. process, "endpoint:" .. ARGV[6])
+  local packed, known, one = fields[1], fields[3], fields[4]
+  if packed and not fields[2] and known and one and ARGV[7] == "" and outcome ~= "overload" then
+    local last_run, due, _, _, _, away, held_at, lease_ms, heartbeat_ms, _, _, _, _, _, _, rest =
+      numbers(CLOCK, packed)
+    local idle, held = numbers(PROCESS, known)
+    local mean, _, _, _, _, open_until, _, fails, _, ramp, named = numbers(ENDPOINT, one)
+    local lease = now - last_run <= 2 * heartbeat_ms and now < due and held_at == huge and held == 0
+      and open_until == 0 and fails == 0 and ramp == -1 and named == 1 and call("GET", LEASE .. lease_id)
+    if lease and lease:byte(1) == 76 then
+      local _, cost, _, _, started, _, _, texts = numbers(LEASE_NUMBERS, lease, 2)
+      if cost == 1 and lease:match("^[^\31]*", texts) == ARGV[6]
+        and (not message or (lease:find("\31" .. message .. "\31", texts, true)
+          and call("SISMEMBER", namespace .. ":__acks__." .. ARGV[12] .. "." .. queue, message) == 1)) then
+        call("ZREM", UNITS .. ARGV[6], lease_id)
+        call("SET", LEASE .. lease_id, "T" .. pack_numbers(TOMBSTONE, 5, now + lease_ms, away, 0), "PX",
+          4 * lease_ms + (injected and 600000 or 0))
+        if message then
+          call("HDEL", root .. "parked:" .. ARGV[6] .. "\31" .. namespace .. "\31" .. queue, message)
+        end
+        local changed = { "clock", pack_numbers(">d", now) .. packed:sub(9) }
+        local smoothed = outcome == "success" and smooth(mean, now - started) or mean
+        if smoothed ~= mean then
+          changed[3], changed[4] = "endpoint:" .. ARGV[6], pack_numbers(">d", smoothed) .. one:sub(9)
+        end
+        if ARGV[9] ~= "-1" and tonumber(ARGV[9]) ~= idle then
+          changed[#changed + 1] = "process:" .. process
+          changed[#changed + 1] = pack_numbers(PROCESS, ARGV[9], 0)
+        end
+        call("HSET", STATE, unpack(changed))
+        return { 5, packed:sub(rest), -1, 0 }
+      end
     end
   end
 end
 
---- @include "grant"
---- @include "capacity"
---- @include "order"
+--- @include "facts"
+--- @include "leases"
+--- @include "rule"
 --- @include "breaker"
---- @include "settle"
 --- @include "lines"
+--- @include "moves"
 --- @include "configuration"
 --- @include "sweep"
---- @include "rule"
 --- @include "waiting"
 --- @include "serve"
 --- @include "reply"
@@ -84,6 +87,9 @@ local MAX_DENIALS, FIRST_DENIAL_MS = 3, 1000
 local process, lease_id, outcome, home, park = ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7]
 local namespace, queue, message, worker = KEYS[2], ARGV[10], ARGV[11], ARGV[12]
 
+prefetch({
+  "clock", "lines", "process:" .. process, "endpoint:" .. home, "texts:" .. home, "said:" .. process, "leased",
+})
 begin(process, tonumber(ARGV[9]))
 local lease, tombstone = lease_of(lease_id)
 if tombstone then return answer_again(tombstone, process, tonumber(ARGV[9])) end
@@ -91,20 +97,23 @@ if tombstone then return answer_again(tombstone, process, tonumber(ARGV[9])) end
 -- Count the outcome. Returns whether it counts against the message.
 local function count()
   local endpoint = lease.endpoint
-  local spec = spec_of(endpoint)
-  if not spec then return false end
-  if outcome == "success" then smooth(lease) end
-  return settle(endpoint, spec, outcome, lease_id, lease, tonumber(ARGV[5]), ceiling_of(endpoint, spec))
+  local one = endpoint_of(endpoint)
+  if not one.named then return false end
+  if outcome == "success" then
+    one.mean_ms = smooth(one.mean_ms, now - lease.started_at_ms)
+    changed_endpoints[endpoint] = true
+  end
+  return settle(endpoint, outcome, lease_id, lease, tonumber(ARGV[5]))
 end
 
 -- Put the message back into its line, if its outcome and its record allow it. Returns whether it did.
 local function park_again(counted)
   local line = lines().name(lease.home, namespace, queue)
-  local parked = lines().parked(line, message) or lines().record(lease)
+  local parked = lines().parked(line, message) or record_of(lease)
   local not_before_ms = 0
   if park == "overloaded" then
-    local spec = spec_of(lease.endpoint)
-    if not spec or phase_at(lease.endpoint, spec) == "closed" then return false end
+    local one = endpoint_of(lease.endpoint)
+    if not one.named or phase_of(one) == "closed" then return false end
     parked.overloads = parked.overloads + (counted and 1 or 0)
     if parked.overloads >= rules.max_overloads then return false end
     parked.overloaded = true
@@ -135,7 +144,7 @@ end
 if message and (not lease or not lease.message
   or call("SISMEMBER", lines().ack_set(namespace, worker, queue), message) == 0) then
   -- The lease ran out, or the broker took the worker for dead: perhaps somebody else has the message.
-  if not lines().withdraw(lines().name(home, namespace, queue), message, worker) then status = STOLEN end
+  if not withdraw(lines().name(home, namespace, queue), message, worker) then status = STOLEN end
 elseif message and park ~= "" and park_again(counted) then
   status, reason = PARKED, park
 end

@@ -15,15 +15,14 @@
     10 REFUSED_ALIVE
 ]]
 --- @include "state"
+--- @include "facts"
 --- @include "leases"
---- @include "grant"
---- @include "capacity"
---- @include "order"
+--- @include "rule"
 --- @include "breaker"
 --- @include "lines"
+--- @include "moves"
 --- @include "configuration"
 --- @include "sweep"
---- @include "rule"
 --- @include "waiting"
 --- @include "serve"
 --- @include "reply"
@@ -35,7 +34,7 @@ local DRAIN_BATCH = 500
 local action, target, value = ARGV[2], ARGV[3], tonumber(ARGV[4])
 local full = ARGV[5] .. "\31" .. ARGV[6]
 
-prefetch({ "clock", "rules", "epoch", "lines" })
+prefetch({ "clock", "lines", "endpoint:" .. target })
 begin("", -1)
 
 local count = 0
@@ -52,7 +51,7 @@ elseif action == "pause" or action == "resume" then
   changed_endpoints[target] = true
 elseif action == "drain" then
   if call("EXISTS", consumers_key(full)) == 1 and ARGV[7] ~= "1" then return answer(REFUSED_ALIVE, "", "", 0) end
-  count = lines().drain(full, value > 0 and value or DRAIN_BATCH)
+  count = drain(full, value > 0 and value or DRAIN_BATCH)
 elseif action == "withdraw" then
   local standing = {}
   for _, line in ipairs(lines().all()) do standing[#standing + 1] = line end

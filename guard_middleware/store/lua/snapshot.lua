@@ -10,17 +10,13 @@
      9 DONE
 ]]
 --- @include "state"
+--- @include "facts"
 --- @include "leases"
---- @include "capacity"
---- @include "order"
---- @include "breaker"
---- @include "lines"
---- @include "configuration"
 --- @include "rule"
+--- @include "lines"
 
 local DONE = 9
-prefetch({ "clock", "rules", "lines" })
-rules = rules or DEFAULT_RULES
+prefetch({ "clock", "lines", "endpoints", "leased", "budgets" })
 
 -- Waiters by endpoint and rank, those that stand beside a line among them.
 local waiting, standing = {}, {}
@@ -48,13 +44,13 @@ end
 
 local rows, groups, totals = {}, {}, {}
 for _, endpoint in ipairs(record("endpoints") or {}) do
-  local spec, one = spec_of(endpoint), endpoint_of(endpoint)
-  local ceiling, units, group = ceiling_of(endpoint, spec), in_flight(endpoint), texts_of(spec).group
+  local one, units, group = endpoint_of(endpoint), in_flight(endpoint), texts_of(endpoint).group
+  local ceiling = ceiling_of(one)
   totals[group] = (totals[group] or 0) + units
   local row = {
-    endpoint, ceiling, (one.ramp == -1 or not spec.breaker) and ceiling or min(ceiling, 1 + one.ramp), units,
-    phase_at(endpoint, spec), max(0, one.open_until_ms - now), one.generation, one.trips, one.ramp, one.probe,
-    one.paused and 1 or 0, spec.budget >= 0 and group or "", one.mean_ms,
+    endpoint, ceiling, (one.ramp == -1 or not one.breaker) and ceiling or min(ceiling, 1 + one.ramp), units,
+    phase_of(one), max(0, one.open_until_ms - now), one.generation, one.trips, one.ramp, one.probe,
+    one.paused and 1 or 0, one.budget >= 0 and group or "", one.mean_ms,
   }
   for rank, number in pairs(waiting[endpoint] or {}) do
     row[#row + 1] = rank
@@ -67,7 +63,7 @@ for group, budget in pairs(record("budgets") or {}) do
 end
 
 local leases, alive = {}, {}
-for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
+for _, endpoint in ipairs(record("leased") or {}) do
   for _, id in ipairs(call("ZRANGEBYSCORE", UNITS .. endpoint, now + 1, "+inf")) do
     local lease = not id:find("\31", 1, true) and lease_of(id)
     if lease then leases[#leases + 1] = { id, lease.endpoint, lease.cost, lease.process } end

@@ -1,18 +1,4 @@
--- The circuit breaker of one endpoint, in the record `endpoint:<endpoint>`: what `core/breaker.py` says.
-
-local FIRST_MEAN_MS = 1000              -- the mean length of a call before the first one has ended
-
--- The state of the breaker of an endpoint; one that is switched off counts as closed.
-local function phase_at(endpoint, spec)
-  local one = endpoint_of(endpoint)
-  if one.open_until_ms == 0 or not spec.breaker then return "closed" end
-  return now < one.open_until_ms and "open" or "half_open"
-end
-
-local function mean_of(endpoint)
-  local mean_ms = endpoint_of(endpoint).mean_ms
-  return mean_ms > 0 and mean_ms or FIRST_MEAN_MS
-end
+-- What moves a breaker: operators, and how calls end.
 
 -- A new generation: what is not said is as in a new breaker.
 local function move_breaker(endpoint, open_until_ms, trips, ramp)
@@ -24,15 +10,53 @@ local function move_breaker(endpoint, open_until_ms, trips, ramp)
 end
 
 --[[
-  Give the probe's role to a lease of an endpoint, if it is half-open; a role that had passed on ends its generation.
-  Returns whether it is the probe.
+  Apply how a call ended (I7).
+  Returns whether an overload is to be counted against the message that made the call.
 ]]
-local function give_role(id, endpoint)
-  if phase_at(endpoint, spec_of(endpoint)) ~= "half_open" then return false end
+local function settle(endpoint, outcome, lease_id, lease, retry_after_ms)
   local one = endpoint_of(endpoint)
-  if one.probe ~= "" then one.generation = one.generation + 1 end
-  one.probe = id
-  one.probe_until_ms = now + max(rules.probe_deadline_ms, 4 * mean_of(endpoint))
-  changed_endpoints[endpoint] = true
-  return true
+  if not one.breaker or lease.generation ~= one.generation then return false end
+  local well = outcome == "success" or outcome == "benign"
+
+  -- The ramp ends at the full limit, and only then is the escalation forgotten.
+  local function ramped()
+    if one.ramp ~= -1 and 1 + one.ramp >= ceiling_of(one) then
+      one.ramp, one.trips = -1, 0
+    end
+  end
+
+  local function trip()
+    local trips = one.trips + 1
+    local cooldown = floor(min(one.base_cooldown_ms * one.backoff_factor ^ min(trips - 1, 64), one.max_cooldown_ms))
+    local pause = max(cooldown, min(retry_after_ms, rules.retry_after_cap_ms))
+    move_breaker(endpoint, max(one.open_until_ms, now + pause), trips, -1)
+  end
+
+  if one.open_until_ms == 0 then
+    local first = one.fails == 0
+    if well and (not first or one.ramp ~= -1) then
+      one.fails = 0
+      if one.ramp ~= -1 then one.ramp = one.ramp + lease.cost end
+      ramped()
+      changed_endpoints[endpoint] = true
+    elseif outcome == "overload" then
+      one.fails = one.fails + 1
+      changed_endpoints[endpoint] = true
+      if one.fails >= one.fail_threshold then trip() end
+      return first
+    end
+    return false
+  end
+  if lease_id ~= one.probe then return false end
+  if well then
+    move_breaker(endpoint, 0, one.trips, 0)
+    ramped()
+  elseif outcome == "overload" then
+    trip()
+    return true
+  else
+    one.probe, one.probe_until_ms = "", 0
+    changed_endpoints[endpoint] = true
+  end
+  return false
 end

@@ -1,27 +1,7 @@
 --[[
-  Which of the published configurations applies: what `core/configuration.py` says. The result is kept as facts:
-  `rules`, `endpoints` (their ids), `budgets`, and `spec:<endpoint>` with what the admission rule asks of its group.
+  Which of the published configurations applies: what `core/configuration.py` says. The result stands in the records of
+  the endpoints, in their texts, in the clock's rules, and in the facts `endpoints` (their ids) and `budgets`.
 ]]
-
-local DEFAULT_RULES = {
-  lease_ms = 15000, heartbeat_ms = 2000, hold_ms = 50, ageing_ms = 60000, max_overloads = 3, reserve_fraction = 0.34,
-  probe_deadline_ms = 30000, retry_after_cap_ms = 600000,
-}
-
--- What applies to one endpoint: numbers that the admission rule reads, then texts, and those who share its budget.
-local function write_spec(spec, budget, members)
-  local floors, others = 0, {}
-  for _, member in ipairs(budget and members or {}) do
-    if member.id ~= spec.id then
-      floors = floors + member.floor
-      others[#others + 1] = { id = member.id, floor = member.floor }
-    end
-  end
-  set_fact("spec:" .. spec.id, pack_numbers(">dddddddddd", spec.ceiling, spec.floor, spec.reserve or -1,
-    spec.breaker and 1 or 0, spec.fail_threshold, spec.base_cooldown_ms, spec.max_cooldown_ms, spec.backoff_factor,
-    budget or -1, floors) .. pack({ group = spec.group, fallback = spec.fallback, others = others }))
-  specs[spec.id] = nil
-end
 
 local function recompute()
   local published = {}
@@ -69,15 +49,28 @@ local function recompute()
 
   for _, endpoint in ipairs(record("endpoints") or {}) do
     if not merged[endpoint] then
-      set_fact("spec:" .. endpoint, false)
-      specs[endpoint] = nil
+      endpoint_of(endpoint).named = false
+      changed_endpoints[endpoint] = true
+      set_record("texts:" .. endpoint, false)
     end
   end
   local names = {}
   for endpoint, spec in pairs(merged) do
     names[#names + 1] = endpoint
-    write_spec(spec, budgets[spec.group], members[spec.group])
-    call("SADD", root .. "leased", endpoint)
+    local one, budget, floors, others = endpoint_of(endpoint), budgets[spec.group], 0, {}
+    for _, member in ipairs(budget and members[spec.group] or {}) do
+      if member.id ~= endpoint then
+        floors = floors + member.floor
+        others[#others + 1] = { id = member.id, floor = member.floor }
+      end
+    end
+    one.named, one.ceiling, one.floor, one.reserve = true, spec.ceiling, spec.floor, spec.reserve or -1
+    one.breaker, one.fail_threshold, one.base_cooldown_ms = spec.breaker, spec.fail_threshold, spec.base_cooldown_ms
+    one.max_cooldown_ms, one.backoff_factor = spec.max_cooldown_ms, spec.backoff_factor
+    one.budget, one.floors = budget or -1, floors
+    changed_endpoints[endpoint] = true
+    set_record("texts:" .. endpoint, { group = spec.group, fallback = spec.fallback, others = others })
+    may_lease(endpoint)
   end
   table.sort(names, before)
   set_record("endpoints", #names > 0 and names)
@@ -87,7 +80,5 @@ local function recompute()
   for _, entry in ipairs(published) do
     if not first or entry.one.revision > first.revision then first = entry.one end
   end
-  rules = first and first.rules or DEFAULT_RULES
-  set_fact("rules", pack_numbers(">dddddddd", rules.lease_ms, rules.heartbeat_ms, rules.hold_ms, rules.ageing_ms,
-    rules.max_overloads, rules.reserve_fraction, rules.probe_deadline_ms, rules.retry_after_cap_ms))
+  rules = first and first.rules or default_rules()
 end

@@ -20,6 +20,6 @@ local function give_back(id)
   local lease = lease_of(id)
   if not lease then return end
   end_lease(id, lease, true)
-  lines().put_back(lease)
+  put_back(lease)
   bury(id, GONE, "", 0)
 end

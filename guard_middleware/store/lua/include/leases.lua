@@ -4,7 +4,7 @@
   what is in flight, and an expired unit stops counting at its instant, swept or not.
 ]]
 
-local LEASE, UNITS, HOLD = root .. "lease:", root .. "units:", "hold:"
+local TEXTS = "^" .. ("([^\31]*)\31"):rep(7) .. "(.*)$"
 local counted_units = {}
 
 -- The lease of that id, or false; and what became of it, or false.
@@ -12,30 +12,31 @@ local function lease_of(id)
   local packed = call("GET", LEASE .. id)
   if not packed then return false, false end
   if packed:byte(1) == 84 then          -- T, a tombstone
-    local status, until_ms, away_ms, retry_after_ms, rest = numbers(">dddd", packed, 2)
+    local status, until_ms, away_ms, retry_after_ms, rest = numbers(TOMBSTONE, packed, 2)
     if until_ms + clock.away_ms - away_ms <= now then return false, false end
-    local texts = rest <= #packed and decode(packed:sub(rest)) or {}
-    return false, { status = status, retry_after_ms = retry_after_ms, reason = texts[1] or "", takes = texts[2] or {} }
+    local takes = {}
+    for take in packed:gmatch("\31([^\31]*)", rest) do takes[#takes + 1] = take end
+    return false, {
+      status = status, retry_after_ms = retry_after_ms, reason = packed:match("^[^\31]*", rest), takes = takes,
+    }
   end
-  local rank, cost, place, deadline, started, generation, hold, rest = numbers(">ddddddd", packed, 2)
-  local texts = decode(packed:sub(rest))
-  return {
+  local rank, cost, place, deadline, started, generation, hold, rest = numbers(LEASE_NUMBERS, packed, 2)
+  local endpoint, home, process, via, namespace, queue, message, worker = packed:match(TEXTS, rest)
+  local lease = {
     rank = rank, cost = cost, place = place, deadline_ms = deadline, started_at_ms = started, generation = generation,
-    hold = hold == 1, endpoint = texts[1], home = texts[2], process = texts[3], via = texts[4],
-    namespace = texts[5], queue = texts[6], message = texts[7], worker = texts[8],
-  }, false
+    hold = hold == 1, endpoint = endpoint, home = home, process = process, via = via,
+  }
+  if message ~= "" then
+    lease.namespace, lease.queue, lease.message, lease.worker = namespace, queue, message, worker
+  end
+  return lease, false
 end
 
--- Write the record of a live lease. Returns whether it is there now: not if `only` is "NX" and the id is taken.
-local function write_lease(id, lease, only)
-  local packed = "L" .. pack_numbers(">ddddddd", lease.rank, lease.cost, lease.place, lease.deadline_ms,
-    lease.started_at_ms, lease.generation, lease.hold and 1 or 0)
-    .. pack({
-      lease.endpoint, lease.home, lease.process, lease.via or "", lease.namespace, lease.queue, lease.message,
-      lease.worker,
-    })
-  if only then return call("SET", LEASE .. id, packed, only) end
-  return call("SET", LEASE .. id, packed)
+local function write_lease(id, lease)
+  call("SET", LEASE .. id, "L" .. pack_numbers(LEASE_NUMBERS, lease.rank, lease.cost, lease.place, lease.deadline_ms,
+    lease.started_at_ms, lease.generation, lease.hold and 1 or 0) .. lease.endpoint .. "\31" .. lease.home .. "\31"
+    .. lease.process .. "\31" .. (lease.via or "") .. "\31" .. (lease.namespace or "") .. "\31" .. (lease.queue or "")
+    .. "\31" .. (lease.message or "") .. "\31" .. (lease.worker or ""))
 end
 
 --[[
@@ -43,8 +44,8 @@ end
   in the record, and moves on with the time that the store was away; the key's own expiry only clears it away.
 ]]
 local function bury(id, status, reason, retry_after_ms, takes)
-  local packed = "T" .. pack_numbers(">dddd", status, now + rules.lease_ms, clock.away_ms, retry_after_ms)
-  if reason ~= "" or takes then packed = packed .. pack({ reason, takes }) end
+  local packed = "T" .. pack_numbers(TOMBSTONE, status, now + rules.lease_ms, clock.away_ms, retry_after_ms) .. reason
+  for _, take in ipairs(takes or {}) do packed = packed .. "\31" .. take end
   call("SET", LEASE .. id, packed, "PX", 4 * rules.lease_ms + (injected and 600000 or 0))
 end
 
@@ -66,6 +67,38 @@ local function set_expiry(id, lease, expires_at_ms)
   if expires_at_ms < clock.due_ms then clock.due_ms = expires_at_ms end
 end
 
+-- Make sure that the sweep looks at the leases of an endpoint.
+local function may_lease(endpoint)
+  local leased = record("leased") or {}
+  for _, known in ipairs(leased) do
+    if known == endpoint then return end
+  end
+  leased[#leased + 1] = endpoint
+  set_record("leased", leased)
+end
+
+--[[
+  Record a lease that begins now, in the present generation of its endpoint, which is configured. Returns when it ends.
+]]
+local function grant(id, lease)
+  local one, counted = endpoint_of(lease.endpoint), counted_units[lease.endpoint]
+  local expires_at_ms = now + (lease.hold and rules.hold_ms or rules.lease_ms)
+  lease.generation = one.generation
+  lease.started_at_ms = now
+  write_lease(id, lease)
+  set_expiry(id, lease, expires_at_ms)
+  counted_units[lease.endpoint] = counted and counted + lease.cost
+  if lease.hold then
+    process_of(lease.process).held = true
+    changed_processes[lease.process] = true
+  elseif lease.rank >= BACKGROUND then
+    one.background_at_ms = now
+    endpoint_of(lease.home).background_at_ms = now
+    changed_endpoints[lease.endpoint], changed_endpoints[lease.home] = true, true
+  end
+  return expires_at_ms
+end
+
 -- Stop a lease from counting. Its record stays if the caller writes a tombstone over it.
 local function end_lease(id, lease, keep_record)
   local units = UNITS .. lease.endpoint
@@ -78,4 +111,9 @@ local function end_lease(id, lease, keep_record)
     changed_processes[lease.process] = true
   end
   if not keep_record then call("DEL", LEASE .. id) end
+end
+
+-- When a lease ends.
+local function expiry_of(id, lease)
+  return tonumber(call("ZSCORE", UNITS .. lease.endpoint, id) or 0)
 end

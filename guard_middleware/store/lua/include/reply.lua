@@ -1,6 +1,7 @@
 --[[
-  The reply, flat: status, reason, retry_after_ms, endpoint, generation, probe, expires_at_ms, next_ms, waiting, epoch,
-  count; and, if one of them is not empty, four lists, each with its length before it: lost, stolen, woken, takes.
+  The reply, flat: status, epoch, next_ms, waiting, expires_at_ms, generation, endpoint, probe, reason, retry_after_ms,
+  count, and four lists, each with its length before it: lost, stolen, woken, takes. What is left out at the end is
+  zero or empty.
 ]]
 
 local TAKE = 12                         -- values of one message that is handed over
@@ -14,9 +15,11 @@ local function next_ms()
   end
   later(clock.held_at_ms)
   if fact("lines") then
-    for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
-      local first = call("ZRANGEBYSCORE", UNITS .. endpoint, now + 1, "+inf", "WITHSCORES", "LIMIT", 0, 1)[2]
-      later(tonumber(first or 0))
+    for _, endpoint in ipairs(record("leased") or {}) do
+      if counted_units[endpoint] ~= 0 then
+        local first = call("ZRANGEBYSCORE", UNITS .. endpoint, now + 1, "+inf", "WITHSCORES", "LIMIT", 0, 1)[2]
+        later(tonumber(first or 0))
+      end
     end
     later(clock.epoch_until_ms)
     local seen = {}
@@ -24,8 +27,7 @@ local function next_ms()
       local endpoint = lines().parts(line).endpoint
       if not seen[endpoint] then
         seen[endpoint] = true
-        local spec = spec_of(endpoint)
-        local fallback = spec and texts_of(spec).fallback or ""
+        local fallback = texts_of(endpoint).fallback
         for _, one in ipairs({ endpoint, fallback ~= "" and fallback or nil }) do
           later(endpoint_of(one).open_until_ms)
           later(endpoint_of(one).probe_until_ms)
@@ -38,11 +40,6 @@ local function next_ms()
     end
   end
   return soonest < huge and soonest or rules.heartbeat_ms
-end
-
--- When a lease ends.
-local function expiry_of(id, lease)
-  return tonumber(call("ZSCORE", UNITS .. lease.endpoint, id) or 0)
 end
 
 -- Messages of leases that were handed over before, as far as they are still there, in the form of `serve`.
@@ -70,8 +67,8 @@ local function answer(status, process, reason, retry_after_ms, serving, more)
   if not serving and freed then serving = serve(process, 0, "") end
   more = more or {}
   local reply = {
-    status, reason, retry_after_ms, more.endpoint or "", more.generation or 0, more.probe and 1 or 0,
-    more.expires_at_ms or 0, next_ms(), serving and serving.waiting or -1, fact("epoch") or "", more.count or 0,
+    status, epoch, next_ms(), serving and serving.waiting or -1, more.expires_at_ms or 0, more.generation or 0,
+    more.endpoint or "", more.probe and 1 or 0, reason, retry_after_ms, more.count or 0,
   }
   local woken, takes = serving and serving.woken or {}, serving and serving.takes or {}
   local lost, stolen = more.lost or {}, more.stolen or {}

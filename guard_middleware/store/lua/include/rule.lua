@@ -1,7 +1,45 @@
 --[[
-  The admission rule over one endpoint and its GPU group: what `core/admission.py` says, and the choice between an
-  endpoint and its fallback.
+  The admission rule over one endpoint and its GPU group (rules 1, 2 and 4 to 6 of DESIGN section 6, I1), and its
+  breaker (I7): what `core/admission.py` and `core/breaker.py` say.
 ]]
+
+local FIRST_MEAN_MS = 1000              -- the mean length of a call before the first one has ended
+
+-- The state of an endpoint's breaker; one that is switched off counts as closed.
+local function phase_of(one)
+  if one.open_until_ms == 0 or not one.breaker then return "closed" end
+  return now < one.open_until_ms and "open" or "half_open"
+end
+
+local function ceiling_of(one)
+  return one.override >= 0 and one.override or one.ceiling
+end
+
+-- Units of a limit that background may not take; at least one is always left to it. `fixed` is -1 for the fraction.
+local function reserve_of(limit, fixed)
+  if limit <= 1 then return 0 end
+  return min(fixed >= 0 and fixed or max(1, floor(rules.reserve_fraction * limit + 0.5)), limit - 1)
+end
+
+-- Rule 1: no state of this endpoint could ever admit such a call (an override or a ramp only delays).
+local function impossible(one, cost)
+  return cost > one.ceiling or (one.budget >= 0 and cost > one.budget - one.floors)
+end
+
+--[[
+  Whether no release could let such a call go: it costs more than what is in force leaves to its rank at best. Only an
+  operator, a new configuration or its ageing turn can. Until then it holds nobody else up.
+]]
+local function hopeless(one, rank, cost, aged)
+  if not one.named then return false end
+  local background = rank >= BACKGROUND and not aged and phase_of(one) == "closed"
+  local ceiling, budget = ceiling_of(one), one.budget
+  if background then ceiling = ceiling - reserve_of(ceiling, one.reserve) end
+  if cost > ceiling then return true end
+  if budget < 0 then return false end
+  if background then budget = budget - reserve_of(budget, -1) end
+  return cost > min(budget, one.budget - one.floors)
+end
 
 -- Units of the present generation, of which the ramp counts.
 local function present(endpoint, generation)
@@ -14,8 +52,8 @@ local function present(endpoint, generation)
 end
 
 -- Whether the probe's role is taken, or a unit is held for the probe.
-local function probe_live(endpoint)
-  local one, units = endpoint_of(endpoint), UNITS .. endpoint
+local function probe_live(endpoint, one)
+  local units = UNITS .. endpoint
   if one.probe ~= "" and now < one.probe_until_ms and tonumber(call("ZSCORE", units, one.probe) or 0) > now then
     return true
   end
@@ -26,31 +64,36 @@ local function probe_live(endpoint)
 end
 
 -- Why this endpoint would not admit a call now, or nil; and whether only the GPU group stands against it.
-local function against(endpoint, spec, rank, cost, aged)
+local function against(endpoint, rank, cost, aged)
   local one = endpoint_of(endpoint)
   if one.paused then return "paused", false end
-  local phase = phase_at(endpoint, spec)
+  local phase = phase_of(one)
   if phase == "open" then return "breaker_open", false end
-  if phase == "half_open" and probe_live(endpoint) then return "probing", false end
+  if phase == "half_open" and probe_live(endpoint, one) then return "probing", false end
+  local ceiling, units = ceiling_of(one), in_flight(endpoint) + cost
+  if units > ceiling then return "endpoint_full", false end
   local background = rank >= BACKGROUND and not aged and phase == "closed"
-  if phase ~= "closed" or not spec.breaker or one.ramp == -1 then
-    return no_room(endpoint, spec, cost, background)
+  local ramp = phase == "closed" and one.breaker and one.ramp ~= -1
+  -- A call alone on its endpoint is admissible up to the ceiling, or cost 2 would wait for ever at a limit of 1.
+  local ramped = ramp and present(endpoint, one.generation) or 0
+  if ramped > 0 and ramped + cost > 1 + one.ramp then return "endpoint_full", false end
+  if background then
+    local limit = ramp and min(ceiling, 1 + one.ramp)
+    if units > ceiling - reserve_of(ceiling, one.reserve)
+      or (ramp and ramped + cost > limit - reserve_of(limit, one.reserve)) then
+      return "reserved", false
+    end
   end
-  return no_room(endpoint, spec, cost, background, present(endpoint, one.generation), 1 + one.ramp)
-end
-
---[[
-  Whether no release could let such a call go: it costs more than what is in force leaves to its rank at best. Only an
-  operator, a new configuration or its ageing turn can. Until then it holds nobody else up.
-]]
-local function hopeless(endpoint, spec, rank, cost, aged)
-  local background = rank >= BACKGROUND and not aged and phase_at(endpoint, spec) == "closed"
-  local ceiling, budget = ceiling_of(endpoint, spec), spec.budget
-  if background then ceiling = ceiling - reserve_of(ceiling, spec.reserve) end
-  if cost > ceiling then return true end
-  if budget < 0 then return false end
-  if background then budget = budget - reserve_of(budget, -1) end
-  return cost > min(budget, spec.budget - spec.floors)
+  if one.budget < 0 then return nil, false end
+  local total, set_aside = units, 0
+  for _, other in ipairs(texts_of(endpoint).others) do
+    local taken = in_flight(other.id)
+    total = total + taken
+    set_aside = set_aside + max(0, other.floor - taken)
+  end
+  if background and total > one.budget - reserve_of(one.budget, -1) then return "reserved", true end
+  if total + set_aside > one.budget then return "group_full", true end
+  return nil, false
 end
 
 --[[
@@ -58,37 +101,39 @@ end
   Returns the endpoint; why it would not admit the call, or nil; and whether only the GPU group stands against it.
 ]]
 local function place_call(home, rank, cost, aged)
-  local spec = spec_of(home)
-  if not spec then return home, "paused", false end
-  local reason, by_group = against(home, spec, rank, cost, aged)
-  if not reason or endpoint_of(home).paused or phase_at(home, spec) == "closed" then return home, reason, by_group end
-  local fallback = texts_of(spec).fallback
-  local there = fallback ~= "" and spec_of(fallback)
-  if not there then return home, reason, by_group end
-  return fallback, against(fallback, there, rank, cost, aged)
+  local one = endpoint_of(home)
+  if not one.named then return home, "paused", false end
+  local reason, by_group = against(home, rank, cost, aged)
+  if not reason or one.paused or phase_of(one) == "closed" then return home, reason, by_group end
+  local fallback = texts_of(home).fallback
+  if fallback == "" or not endpoint_of(fallback).named then return home, reason, by_group end
+  return fallback, against(fallback, rank, cost, aged)
 end
 
--- Whether no release could let a waiter of `home` go, there or at the endpoint chosen instead.
-local function stuck(home, endpoint, rank, cost, aged)
-  local own, there = spec_of(home), spec_of(endpoint)
-  return own and hopeless(home, own, rank, cost, aged) or there and hopeless(endpoint, there, rank, cost, aged)
+local function mean_of(one)
+  return one.mean_ms > 0 and one.mean_ms or FIRST_MEAN_MS
 end
 
 -- How often a permit of this endpoint becomes free: mean call over limit.
 local function step_ms(endpoint)
-  local limit, spec = 1, spec_of(endpoint)
-  if spec then
-    local ramp = endpoint_of(endpoint).ramp
-    limit = ceiling_of(endpoint, spec)
-    if ramp ~= -1 and spec.breaker then limit = min(limit, 1 + ramp) end
+  local one, limit = endpoint_of(endpoint), 1
+  if one.named then
+    limit = ceiling_of(one)
+    if one.ramp ~= -1 and one.breaker then limit = min(limit, 1 + one.ramp) end
   end
-  return max(1, floor(mean_of(endpoint) / max(1, limit)))
+  return max(1, floor(mean_of(one) / max(1, limit)))
 end
 
--- How long a delay lasts at least, as far as is known.
-local function wait_ms(endpoint, reason)
+--[[
+  Give the probe's role to a lease of an endpoint, if it is half-open; a role that had passed on ends its generation.
+  Returns whether it is the probe.
+]]
+local function give_role(id, endpoint)
   local one = endpoint_of(endpoint)
-  if reason == "breaker_open" then return one.open_until_ms - now end
-  if reason == "probing" then return max(1, min(mean_of(endpoint), one.probe_until_ms - now)) end
-  return rules.heartbeat_ms
+  if phase_of(one) ~= "half_open" then return false end
+  if one.probe ~= "" then one.generation = one.generation + 1 end
+  one.probe = id
+  one.probe_until_ms = now + max(rules.probe_deadline_ms, 4 * mean_of(one))
+  changed_endpoints[endpoint] = true
+  return true
 end

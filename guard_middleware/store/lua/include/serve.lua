@@ -84,7 +84,7 @@ local function serve(process, want, via)
       return
     end
     clock.takes = clock.takes + 1
-    local id = fact("epoch") .. ":" .. clock.takes
+    local id = epoch .. ":" .. clock.takes
     local lease = new_lease(endpoint, line, process, parked)
     lease.via = via
     lease.namespace, lease.queue, lease.message = parts.namespace, parts.queue, waiter
@@ -159,22 +159,23 @@ local function serve(process, want, via)
     local runner = room().runner(line, parked, want > 0 and process or "")
     if runner == "" then return nobody(line, waiter, parked) end
     local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, aged)
-    local spec = spec_of(endpoint)
+    local there = endpoint_of(endpoint)
     if reason and stuck(home, endpoint, parked.rank, parked.cost, aged) then
       passed[line .. "\31" .. waiter] = true
-      local own = spec_of(home)
-      if runner == process and want > 0 and lines().parts(line).full ~= "" and own and impossible(own, parked.cost) then
+      local own = endpoint_of(home)
+      if runner == process and want > 0 and lines().parts(line).full ~= "" and own.named
+        and impossible(own, parked.cost) then
         hand_over_hopeless(line, waiter, parked)
       end
       return
     end
-    if by_group and spec then claimed[texts_of(spec).group] = true end
-    if reason or not spec or (spec.budget >= 0 and claimed[texts_of(spec).group]
-      and in_flight(endpoint) + parked.cost > spec.floor) then
+    if by_group then claimed[texts_of(endpoint).group] = true end
+    if reason or (there.budget >= 0 and claimed[texts_of(endpoint).group]
+      and in_flight(endpoint) + parked.cost > there.floor) then
       closed[home] = true
       return
     end
-    if parked.overloaded and phase_at(endpoint, spec) == "half_open" then
+    if parked.overloaded and phase_of(there) == "half_open" then
       local other = other_probe(home, endpoint)
       if other then line, waiter, parked, runner = other.line, other.waiter, other.parked, other.runner end
     end

@@ -11,11 +11,9 @@ local function consumers_key(full) return root .. "consumers:" .. full end
 -- Drop what a process published and reported. Its leases end by themselves.
 local function forget_process(process)
   freed = true
-  local packed = call("HGET", root .. "processes", process)
-  if packed then
-    for full in pairs(decode(packed).queues) do call("SREM", consumers_key(full), process) end
-    call("HDEL", root .. "processes", process)
-  end
+  local said = record("said:" .. process)
+  for full in pairs(said and said.queues or {}) do call("SREM", consumers_key(full), process) end
+  set_record("said:" .. process, false)
   call("ZREM", root .. "alive", process)
   local known = process_of(process)
   if known and known.held then end_lease(HOLD .. process, (lease_of(HOLD .. process))) end
@@ -27,7 +25,7 @@ end
 -- The store was away: nobody's lease ended because of that, nor did what is remembered of those that had.
 local function move_on(gap)
   clock.away_ms = clock.away_ms + gap
-  for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
+  for _, endpoint in ipairs(record("leased") or {}) do
     local units = UNITS .. endpoint
     for _, unit in ipairs(call("ZRANGE", units, 0, -1)) do call("ZINCRBY", units, gap, unit) end
   end
@@ -38,16 +36,13 @@ end
 
 local function sweep()
   local expired = {}
-  for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
+  for _, endpoint in ipairs(record("leased") or {}) do
     local units = UNITS .. endpoint
     local found = call("ZRANGEBYSCORE", units, "-inf", now, "WITHSCORES", "LIMIT", 0, SWEEP_LEASES)
     for index = 1, #found, 2 do
       if not found[index]:find("\31", 1, true) then
         expired[#expired + 1] = { id = found[index], at_ms = tonumber(found[index + 1]) }
       end
-    end
-    if #found == 0 and not spec_of(endpoint) and call("EXISTS", units) == 0 then
-      call("SREM", root .. "leased", endpoint)
     end
   end
   table.sort(expired, function(one, other)
@@ -60,7 +55,7 @@ local function sweep()
     freed = true
     end_lease(id, lease)
     if lease.hold then set_idle(lease.process, 0) end
-    lines().put_back(lease)
+    put_back(lease)
   end
 
   for _, process in ipairs(call("ZRANGEBYSCORE", root .. "alive", "-inf", now, "LIMIT", 0, SWEEP_PROCESSES)) do
@@ -81,7 +76,7 @@ local function sweep()
 
   local alive = call("ZRANGE", root .. "alive", 0, 0, "WITHSCORES")[2]
   clock.due_ms = min(clock.held_at_ms, tonumber(alive or huge))
-  for _, endpoint in ipairs(call("SMEMBERS", root .. "leased")) do
+  for _, endpoint in ipairs(record("leased") or {}) do
     local first = call("ZRANGE", UNITS .. endpoint, 0, 0, "WITHSCORES")[2]
     clock.due_ms = min(clock.due_ms, tonumber(first or huge))
   end
@@ -89,7 +84,6 @@ end
 
 -- Begin a command of a process ("" for an operator); `idle` is -1 to leave what was reported.
 local function begin(process, idle)
-  rules = rules or DEFAULT_RULES
   local gap = now - clock.last_run_ms
   if gap > 2 * rules.heartbeat_ms then move_on(gap) end
   clock.last_run_ms = now

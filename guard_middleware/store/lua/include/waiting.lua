@@ -5,22 +5,21 @@
 local AGED_KEY = -RANK                  -- before every rank
 local PROBE_SCAN = 32                   -- how far into a line the first that fits is looked for
 
+-- Whether no release could let a waiter of `home` go, there or at the endpoint chosen instead.
+local function stuck(home, endpoint, rank, cost, aged)
+  return hopeless(endpoint_of(home), rank, cost, aged) or hopeless(endpoint_of(endpoint), rank, cost, aged)
+end
+
 local made_room
 local function room()
   if made_room then return made_room end
   local self = {}
   made_room = self
-  local queues_of, consumers_of = {}, {}
+  local consumers_of = {}
 
-  -- The queues that a process consumes (as keys of a table) and its worker, or false for an unknown process.
+  -- What a process said in its last beat: its worker, and the queues that it consumes as keys of a table; or false.
   function self.process(process)
-    local known = queues_of[process]
-    if known == nil then
-      local packed = process ~= "" and call("HGET", root .. "processes", process)
-      known = packed and decode(packed)
-      queues_of[process] = known
-    end
-    return known
+    return process ~= "" and record("said:" .. process)
   end
 
   -- The processes that consume a queue; what is known of their idle threads and holds is fetched in bulk.
@@ -71,7 +70,7 @@ local function room()
   function self.aged(endpoint)
     local since_ms = endpoint_of(endpoint).background_at_ms
     if since_ms == 0 or now - since_ms < rules.ageing_ms then return nil end
-    local found, spec = {}, spec_of(endpoint)
+    local found, one = {}, endpoint_of(endpoint)
     for _, line in ipairs(lines().all()) do
       if lines().parts(line).endpoint == endpoint then
         local first = call("ZRANGEBYSCORE", root .. "line:" .. line, BACKGROUND * RANK, "+inf", "WITHSCORES",
@@ -85,7 +84,7 @@ local function room()
     for index = 1, min(PROBE_SCAN, #found) do
       local line, waiter = found[index].line, found[index].waiter
       local parked = lines().parked(line, waiter)
-      if not spec or not hopeless(endpoint, spec, parked.rank, parked.cost, true) then return line, waiter, parked end
+      if not hopeless(one, parked.rank, parked.cost, true) then return line, waiter, parked end
     end
     return nil
   end
@@ -115,8 +114,8 @@ local function room()
 
   -- Whether the waiters of `home` count as standing at `endpoint` too, because its breaker is not closed.
   local function falls_back(home, endpoint)
-    local spec = spec_of(home)
-    return spec and phase_at(home, spec) ~= "closed" and texts_of(spec).fallback == endpoint
+    local one = endpoint_of(home)
+    return one.named and phase_of(one) ~= "closed" and texts_of(home).fallback == endpoint
   end
 
   --[[
@@ -124,15 +123,15 @@ local function room()
     that could run a waiter of its own queues instead, "" if it could not.
   ]]
   function self.queue_ahead(home, endpoint, parked, asker)
-    local target = spec_of(endpoint)
-    if not target then return false end
+    local target = endpoint_of(endpoint)
+    if not target.named then return false end
     local key = parked.rank * RANK + parked.place
     local in_floor = in_flight(endpoint) + parked.cost <= target.floor
     for _, line in ipairs(lines().all()) do
       local other = lines().parts(line).endpoint
       local same = other == home or other == endpoint or falls_back(other, endpoint)
-      local spec = not same and target.budget >= 0 and not in_floor and spec_of(other)
-      if same or (spec and texts_of(spec).group == texts_of(target).group) then
+      if same or (target.budget >= 0 and not in_floor and endpoint_of(other).named
+        and texts_of(other).group == texts_of(endpoint).group) then
         local first, first_key, aged = head(line)
         if first_key < key and self.runner(line, first, asker) ~= "" then
           local chosen, reason, by_group = place_call(other, first.rank, first.cost, aged)
@@ -160,15 +159,16 @@ end
   Returns the endpoint that admits it, or nil with the reason and how long it lasts ("too_costly": for ever).
 ]]
 local function decide(home, parked, asker)
-  if impossible(spec_of(home), parked.cost) then return nil, "too_costly", 0 end
+  if impossible(endpoint_of(home), parked.cost) then return nil, "too_costly", 0 end
   if now < clock.epoch_until_ms then return nil, "recovering", clock.epoch_until_ms - now end
   local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, false)
   if (not reason or by_group) and fact("lines") and room().queue_ahead(home, endpoint, parked, asker) then
     reason = "queue_ahead"
   end
   if not reason then return endpoint end
-  if reason == "breaker_open" or reason == "probing" or reason == "paused" then
-    return nil, reason, wait_ms(endpoint, reason)
-  end
+  local one = endpoint_of(endpoint)
+  if reason == "breaker_open" then return nil, reason, one.open_until_ms - now end
+  if reason == "probing" then return nil, reason, max(1, min(mean_of(one), one.probe_until_ms - now)) end
+  if reason == "paused" then return nil, reason, rules.heartbeat_ms end
   return nil, reason, step_ms(endpoint)
 end

@@ -1,0 +1,326 @@
+"""However a delivery ends, its permit is back at once (I5): nothing here waits for a lease to run out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from dramatiq.errors import Retry
+from dramatiq.middleware import Middleware, MiddlewareError, SkipMessage, TimeLimit, TimeLimitExceeded
+from dramatiq.middleware.shutdown import Shutdown
+from dramatiq.threading import raise_thread_exception
+
+from guard_middleware import AdmissionDenied
+from tests.support.bench import LEASE_S, interruptible_wait, stubborn_wait
+from tests.support.deployment import wait_until
+
+AT_ONCE_S = 3.0
+"""Far less than a lease; a few beats."""
+
+
+class Unheard(BaseException):
+    """A BaseException that nobody knows."""
+
+
+class Bad(MiddlewareError):
+    """A MiddlewareError that is no skip."""
+
+
+def returns():
+    return "value"
+
+
+def returns_none():
+    return None
+
+
+def raises():
+    msg = "a fault of its own"
+    raise ValueError(msg)
+
+
+def retries():
+    raise Retry(delay=10)
+
+
+def unheard():
+    raise Unheard
+
+
+def leaves():
+    raise SystemExit
+
+
+def skips():
+    raise SkipMessage
+
+
+def denied():
+    raise AdmissionDenied("chat", "orchestration", "endpoint_full", 0)
+
+
+def times_out():
+    raise_thread_exception(threading.get_ident(), TimeLimitExceeded)
+    interruptible_wait(threading.Event(), 5)
+
+
+def shut_down():
+    raise_thread_exception(threading.get_ident(), Shutdown)
+    interruptible_wait(threading.Event(), 5)
+
+
+EXITS = {
+    "return": (returns, 1),
+    "return None": (returns_none, 1),
+    "exception": (raises, 2),
+    "Retry": (retries, 2),
+    "BaseException": (unheard, 2),
+    "SystemExit": (leaves, 2),
+    "skip by the body": (skips, 1),
+    "time limit": (times_out, 2),
+    "shutdown": (shut_down, 2),
+}
+"""The body, and how often it begins with one retry allowed: what unguarded Dramatiq does."""
+
+
+@pytest.mark.parametrize("arrival", ["fresh", "from the line"])
+@pytest.mark.parametrize("name", EXITS)
+def test_body_gives_its_permit_back(make_bench, name, arrival):
+    """Whatever way the body ends, the permit is free at once, the thread lives, and Dramatiq goes on as without a guard."""
+    body, times = EXITS[name]
+    bench = make_bench(model_circuit_breaker=False)
+    work = bench.actor(body, actor_name="work", max_retries=1)
+    other = bench.actor(lambda: None, actor_name="other")
+    bench.start(threads=1)
+    # Given a message that is admitted at once, or has waited in the line
+    if arrival == "fresh":
+        message = work.send()
+    else:
+        bench.pause()
+        message = work.send()
+        bench.wait_parked(1)
+        bench.resume()
+    # When its body has ended as often as it does without a guard
+    wait_until(lambda: bench.count_of(message)[0] == times, 10)
+    ended_at = time.monotonic()
+    # Then nothing is held any more, here or in the store
+    wait_until(lambda: bench.leases() == 0, AT_ONCE_S)
+    assert time.monotonic() - ended_at < AT_ONCE_S < LEASE_S
+    bench.wait_ended(other.send())
+    bench.wait_idle()
+    assert bench.member.heartbeat.holdings.in_use() == 0
+    assert bench.threads_alive()
+    assert bench.count_of(message)[0] == times
+    assert [one.message_id for one in bench.dead()] == ([message.message_id] if times == 2 else [])
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_unguarded_dramatiq_does_the_same(make_bench, name):
+    """The number of runs in the table above is Dramatiq's own, measured on a broker without a guard."""
+    body, times = EXITS[name]
+    bench = make_bench(is_guarded=False)
+    work = bench.actor(body, actor_name="work", max_retries=1)
+    bench.start(threads=1)
+    message = work.send()
+    wait_until(lambda: not bench.stored(), 10)
+    assert bench.count_of(message)[0] == times
+    assert [one.message_id for one in bench.dead()] == ([message.message_id] if times == 2 else [])
+
+
+class Acts(Middleware):
+    """Does something to the messages of one actor before they are processed."""
+
+    def __init__(self, act):
+        self.act = act
+        self.acted = 0
+
+    def before_process_message(self, broker, message):
+        if message.actor_name == "work":
+            self.acted += 1
+            self.act(message)
+
+
+def skip(message):
+    raise SkipMessage
+
+
+def skip_and_fail(message):
+    message.fail()
+    raise SkipMessage
+
+
+def only_fail(message):
+    message.fail()
+
+
+def error(message):
+    raise Bad
+
+
+def interrupt(message):
+    raise TimeLimitExceeded
+
+
+@pytest.mark.parametrize("arrival", ["fresh", "from the line"])
+@pytest.mark.parametrize("side", ["before", "after"])
+@pytest.mark.parametrize("act", [skip, skip_and_fail, only_fail, error, interrupt], ids=lambda act: act.__name__)
+def test_another_middleware_that_ends_the_message_leaves_no_permit_behind(make_bench, act, side, arrival):
+    """Before the guard or after it: skip, fail, error or interrupt; the body never begins, the permit is free at once."""
+    acts = Acts(act)
+    bench = make_bench(**{side: [acts]})
+    work = bench.actor(lambda: None, actor_name="work", max_retries=0)
+    other = bench.actor(lambda: None, actor_name="other")
+    bench.start(threads=1)
+    if arrival == "from the line":  # parked while the other middleware let it through
+        acts.act = lambda message: None
+        bench.pause()
+        message = work.send()
+        bench.wait_parked(1)
+        wait_until(lambda: bench.member.idle() == 1, 5)
+        acts.act = act
+        bench.resume()
+    else:
+        message = work.send()
+    wait_until(lambda: not bench.stored(), AT_ONCE_S)
+    wait_until(lambda: bench.leases() == 0, AT_ONCE_S)
+    bench.wait_ended(other.send())
+    bench.wait_idle()
+    assert bench.count_of(message) == (0, 0)
+    assert bench.threads_alive()
+    assert bench.member.heartbeat.holdings.in_use() == 0
+    assert not bench.store.client.hgetall(f"guard:{{{bench.namespace}}}:parked:chat\x1f{bench.namespace}\x1fdefault")
+
+
+def test_a_coroutine_that_outlives_its_interrupt_keeps_the_permit_until_it_ends(make_bench):
+    """Dramatiq waits one second for a cancelled coroutine and goes on; the server still has the call, so has the lease."""
+    bench = make_bench(coroutines=True, model_circuit_breaker=False)
+    gate, threads = bench.gate(), []
+
+    async def body():
+        await stubborn_wait(gate)
+
+    work = bench.actor(body, actor_name="work", max_retries=0)
+    worker = bench.start(threads=1)
+    message = work.send()
+    wait_until(lambda: bench.count_of(message)[0] == 1, 5)
+    threads.append(worker.workers[0].ident)
+    # When the actor is interrupted and given up
+    raise_thread_exception(threads[0], TimeLimitExceeded)
+    wait_until(lambda: [one.message_id for one in bench.dead()] == [message.message_id], 5)
+    wait_until(lambda: worker.work_queue.unfinished_tasks == 0, 5)
+    # Then the permit stays for as long as the coroutine does, over several beats and further messages...
+    other = bench.actor(lambda: None, actor_name="other")
+    waiting = other.send()
+    bench.wait_parked(1)
+    beats = []
+    sound = bench.member.beaten
+    bench.member.beaten = lambda: (beats.append(1), sound())
+    wait_until(lambda: len(beats) >= 3, 5)
+    assert bench.leases() == 1
+    assert bench.count_of(waiting) == (0, 0)
+    # ...and is free when it ends
+    gate.set()
+    bench.wait_ended(waiting, timeout_s=AT_ONCE_S)
+    bench.wait_idle()
+    assert bench.threads_alive()
+
+
+def test_a_coroutine_whose_actor_has_ended_does_not_start_any_more(make_bench):
+    """A busy event loop may come to a coroutine only after its actor was interrupted: its body has no permit (I2)."""
+    bench = make_bench(coroutines=True, model_circuit_breaker=False)
+    bodies = []
+
+    async def body():
+        bodies.append(1)
+        await asyncio.sleep(0)
+
+    async def block():
+        gate.wait(10)
+
+    gate, blocked = bench.gate(), bench.actor(block, actor_name="block", model=None, queue_name="plain")
+    work = bench.actor(body, actor_name="work", max_retries=0)
+    worker = bench.start(threads=2)
+    blocked.send()
+    wait_until(lambda: len(bench.begun) == 1, 5)  # the event loop is blocked
+    message = work.send()
+    wait_until(lambda: bench.leases() == 1, 5)
+    (ident,) = bench.member._turns
+    raise_thread_exception(ident, TimeLimitExceeded)
+    wait_until(lambda: bench.dead(), 5)
+    wait_until(lambda: bench.leases() == 0, AT_ONCE_S)
+    gate.set()
+    wait_until(lambda: worker.work_queue.unfinished_tasks == 0, 5)
+    bench.wait_idle()
+    assert bodies == []
+    assert bench.count_of(message) == (0, 0)
+
+
+def test_a_time_limit_counts_as_one_time_out_and_the_message_waits_for_the_server(make_bench):
+    """The server may hang: the breaker trips once, and the message parks instead of burning a retry."""
+    bench = make_bench(model_breaker_base_cooldown_s=0.3)
+    first = []
+
+    def body():
+        if not first:
+            first.append(1)
+            times_out()
+
+    work = bench.actor(body, actor_name="work", max_retries=0)
+    bench.start(threads=1)
+    message = work.send()
+    bench.wait_parked(1)
+    endpoint = bench.snapshot().endpoints["chat"]
+    assert (endpoint.breaker, endpoint.trips, endpoint.in_flight) == ("open", 1, 0)
+    bench.wait_ended(message)
+    bench.wait_idle()
+    assert bench.count_of(message) == (2, 1)
+    assert bench.threads_alive()
+
+
+@pytest.mark.slow
+def test_dramatiqs_own_time_limit_frees_the_permit_of_a_blocked_call_when_it_comes_back(make_bench):
+    """The exception is raised only when Python code runs again: the lease is held while the thread is blocked."""
+    limit = TimeLimit(time_limit=150, interval=20)
+    bench = make_bench(model_circuit_breaker=False, before=[limit])
+    limit.after_process_boot(bench.broker)
+    blocked = bench.actor(lambda: time.sleep(1.2), actor_name="blocked", max_retries=0)
+    bench.start(threads=1)
+    message = blocked.send()
+    wait_until(lambda: bench.count_of(message)[0] == 1, 5)
+    begun_at = time.monotonic()
+    wait_until(lambda: bench.leases() == 0, 5)
+    assert time.monotonic() - begun_at > 0.8
+    wait_until(lambda: bench.dead(), 5)
+    assert bench.threads_alive()
+
+
+@pytest.mark.parametrize("polite", [True, False])
+def test_a_worker_that_shuts_down_leaves_no_permit_behind(make_bench, polite):
+    """With one message running, one taken and not begun, and some parked: after the stop nothing is leased."""
+    bench = make_bench(models={"chat": {"max_concurrent_requests": 2}})
+    gate = bench.gate()
+
+    def body():
+        if polite:
+            gate.wait(10)
+        else:
+            interruptible_wait(gate)
+
+    work = bench.actor(body, actor_name="work", notify_shutdown=not polite, max_retries=1)
+    worker = bench.start(threads=1)
+    messages = [work.send() for _ in range(4)]
+    wait_until(lambda: bench.leases() >= 1, 5)
+    if polite:
+        threading.Timer(0.2, gate.set).start()
+    worker.stop(timeout=10_000)
+    bench.workers.remove(worker)
+    assert bench.leases() == 0
+    assert bench.member_is_gone()
+    # What has not run is all there, for the next worker
+    gate.set()
+    bench.start(threads=2)
+    bench.wait_ended(*messages)
+    bench.wait_idle()
+    assert all(bench.count_of(one)[1] == 1 for one in messages)
