@@ -208,7 +208,7 @@ class Guard:
         """The message's own permit, for the first nested call on the same endpoint, one at a time."""
         if outer is None or outer.lent or outer.released or outer.model != model or outer.cost < cost:
             return None
-        if outer.namespace not in {"", self.settings.namespace}:  # another guard's: other servers, other ceilings
+        if outer.namespace != self.settings.namespace:  # another guard's: other servers, other ceilings
             return None
         outer.lent = True
 

@@ -41,7 +41,7 @@ class Permit:
         priority: the call's priority.
         cost: units.
         probe: the call is the breaker's probe.
-        namespace: of the guard that gave it; "" for a message's own.
+        namespace: of the guard that gave it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Permit:
         probe: bool,
         release: Callable[[Classified], None],
         parent: Permit | None = None,
-        namespace: str = "",
+        namespace: str,
     ) -> None:
         self.endpoint = endpoint
         self.model = model

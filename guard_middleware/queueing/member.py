@@ -344,6 +344,7 @@ class Member:
             cost=asked.cost,
             probe=probe,
             release=lambda _: None,  # the delivery releases its lease when the actor ends
+            namespace=self.guard.settings.namespace,
         )
         set_current_delivery(Delivery(self, proxy, holding, permit))
         set_current(permit)
