@@ -6,6 +6,8 @@ import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from dramatiq.middleware import Interrupt
+
 from guard_middleware.core.commands import Finish, ParkAs
 from guard_middleware.core.outcome import Classified, Outcome
 from guard_middleware.errors import AdmissionDenied
@@ -46,14 +48,23 @@ class Delivery:
     def end(self, exc: BaseException | None) -> None:
         """The body has ended: release, tell the outcome, take.
 
+        An interrupt that strikes now ends here: there is nothing left to interrupt. What it cut short is repeated.
+
         Raises:
             GuardSkip: the message was parked again, or somebody else has it: this run leaves nothing behind.
         """
+        try:
+            is_elsewhere = self._end(exc)
+        except Interrupt:
+            is_elsewhere = self._end(exc)
+        if is_elsewhere:
+            raise private.GuardSkip
+
+    def _end(self, exc: BaseException | None) -> bool:
         verdict = self.permit.verdict(exc)
         if isinstance(exc, AdmissionDenied):  # somebody else's capacity: no evidence about this endpoint
             verdict = Classified(outcome=Outcome.IGNORED, reason="AdmissionDenied")
-        if self._finish(verdict, self._park(exc, verdict)):
-            raise private.GuardSkip
+        return self._finish(verdict, self._park(exc, verdict))
 
     def drop(self) -> None:
         """The delivery is over without an end of the body: somebody skipped the message, failed, or interrupted."""
@@ -68,6 +79,7 @@ class Delivery:
         return ParkAs.OVERLOADED if verdict.outcome is Outcome.OVERLOAD else ParkAs.NO
 
     def _finish(self, verdict: Classified, park: ParkAs) -> bool:
+        """Returns whether the message is somewhere else now. A second call repeats the first one (I11)."""
         finish = Finish(
             process=self.member.heartbeat.process,
             lease=self.holding.lease,
@@ -79,11 +91,10 @@ class Delivery:
             park=park,
         )
         with self._lock:
-            if self._ended is not None:
-                return False
-            self._ended = finish
+            if self._ended is None:
+                self._ended = finish
             still_running = self._coroutines > 0
-        return not still_running and self.member.finish(self.proxy, finish, verdict)
+        return not still_running and self.member.finish(self.proxy, self._ended, verdict)
 
     @property
     def outlived(self) -> bool:

@@ -127,12 +127,10 @@ class GuardMiddleware(Middleware):
 
         An interrupt ends here: the body has ended, and out of this hook it would let all hooks run a second time.
         """
-        member = member_of(broker)
-        if member is not None:
-            try:
-                member.after(message, exception)
-            except Interrupt:
-                member.after(message, exception)
+        try:
+            _after(broker, message, exception)
+        except Interrupt:
+            _after(broker, message, exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         """End what the wrapper never began."""
@@ -150,3 +148,9 @@ class GuardMiddleware(Middleware):
             found = _members.pop(broker, None)
         if found is not None and found[0] == os.getpid():
             found[1].stop()
+
+
+def _after(broker: Broker, message: MessageProxy, exception: BaseException | None) -> None:
+    member = member_of(broker)
+    if member is not None:
+        member.after(message, exception)
