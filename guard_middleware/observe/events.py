@@ -27,11 +27,13 @@ def _logger() -> Any:
 
 
 _log = _logger()
+_std = logging.getLogger(LOGGER)
 
 
 def debug(event: str, **fields: object) -> None:
     """Tell what happens all the time: admissions, parks, takes."""
-    _log.debug(event, **fields)
+    if _std.isEnabledFor(logging.DEBUG):
+        _log.debug(event, **fields)
 
 
 def info(event: str, **fields: object) -> None:

@@ -352,6 +352,7 @@ class Member:
     def _skip(self, proxy: MessageProxy) -> NoReturn:
         """End this delivery: its message is somewhere else. The proxy can do nothing to it any more."""
         private.void(proxy)
+        private.spare_ack(self._dramatiq, proxy)
         raise private.GuardSkip
 
     def _postpone(self, proxy: MessageProxy, reply: Reply) -> NoReturn:

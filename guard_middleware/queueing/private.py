@@ -82,6 +82,25 @@ def mark_elsewhere(proxy: MessageProxy) -> None:
     proxy.guard_skipped = True  # type: ignore[attr-defined]  # read by the log filter
 
 
+def spare_ack(worker: Worker, proxy: MessageProxy) -> None:
+    """Let the worker end a voided delivery without a call to the broker: there is no id that it could acknowledge.
+
+    Dramatiq would send an ack of "" for it. A consumer that connects anew is another one, so this is asked each time.
+    """
+    consumer: Any = getattr(worker.consumers.get(proxy.queue_name), "consumer", None)
+    if consumer is None or not isinstance(worker.broker, RedisBroker) or "ack" in vars(consumer):
+        return
+    acknowledge = consumer.ack
+
+    def ack(message: MessageProxy) -> None:
+        if is_elsewhere(message) and not delivery_id_of(message):
+            consumer.queued_message_ids.discard(message.message_id)
+        else:
+            acknowledge(message)
+
+    consumer.ack = ack
+
+
 def is_elsewhere(message: Message[Any] | MessageProxy) -> bool:
     """Whether a message was marked so."""
     return ELSEWHERE in message.options
@@ -122,8 +141,12 @@ def idle_threads(worker: Worker) -> int:
     A task is unfinished from the moment it is put into the work queue until its message has been acked. A thread that
     died has left its task unfinished for good.
     """
-    able = sum(thread.is_alive() and thread.running and not thread.paused for thread in worker.workers)
-    died = sum(not thread.is_alive() for thread in worker.workers)
+    able = died = 0
+    for thread in worker.workers:
+        if not thread.is_alive():
+            died += 1
+        elif thread.running and not thread.paused:
+            able += 1
     return max(0, able - max(0, worker.work_queue.unfinished_tasks - died))
 
 

@@ -26,8 +26,8 @@ TRACED = {
     str(file)
     for file in [*PACKAGE.glob("queueing/*.py"), *(PACKAGE / name for name in ("heartbeat.py", "holdings.py", "permit.py"))]
 }
-HOOKS = {"after_process_message", "after_skip_message"}
-"""What Dramatiq calls: before their `try`, an interrupt is as one in any middleware's hook, which Dramatiq answers."""
+HOOKS = {"after_process_message", "after_skip_message", "filter"}
+"""What Dramatiq calls: before their `try`, an interrupt is as one in any middleware's hook, or in its own log call."""
 WRAPPER = {"guarded_fn", "end"}
 """Around the body: before their `try` or after it, an interrupt is as one at the last line of the body."""
 
@@ -145,9 +145,22 @@ class Scene:
 
     def settle(self, message):
         """Wait until everything has come to rest."""
-        wait_until(lambda: self.bench.count_of(message)[1] >= 1, 5, f"the message has run; struck at {self.striker.struck}")
-        self.bench.wait_ended(*self.others)
-        self.bench.wait_idle(5)
+        try:
+            self.bench.wait_ended(message, *self.others, timeout_s=6)
+            self.bench.wait_idle(6)
+        except AssertionError as exc:
+            raise AssertionError(self.describe()) from exc
+
+    def describe(self):
+        """Where everything is, for a failed test."""
+        bench = self.bench
+        member = bench.member
+        return (
+            f"struck={self.striker.struck} lines={self.striker.lines} threads={bench.threads_alive()} "
+            f"stored={bench.stored()} snapshot={bench.snapshot()} held={member.heartbeat.holdings._held} "
+            f"turns={member._turns} taken={member._taken} queue={bench.worker.work_queue.queue} "
+            f"unfinished={bench.worker.work_queue.unfinished_tasks}"
+        )
 
 
 class Runs(Scene):
