@@ -396,11 +396,11 @@ class Servant(Machine):
         if known is None:
             return
         old = sorted(
-            (parked.deadline_ms, parked.place, line, waiter)
+            (parked.deadline_ms, line, waiter)
             for (line, waiter), parked in self.state.parked.items()
             if 0 < parked.deadline_ms <= self.now_ms and line[1:] in known.queues and self._stands(line, waiter)
         )
-        for _, _, line, waiter in old[: serving.want]:
+        for _, line, waiter in old[: serving.want]:
             self._hand_over(serving, line, waiter)
 
     def _hand_over(self, serving: Serving, line: Line, waiter: str) -> None:

@@ -62,7 +62,6 @@ class Member:
         self.worker = private.worker_id_of(broker)
         self._dramatiq = worker
         self._lock = threading.Lock()
-        self._taken: dict[tuple[str, str], tuple[MessageProxy, Holding]] = {}
         self._to_requeue: list[tuple[str, str]] = []
         self._turns: dict[int, _Turn] = {}
         self._store = guard.make_store()
@@ -145,20 +144,8 @@ class Member:
                 self._release(holding)
                 consumer.post_process_message(proxy)
                 continue
-            if holding is None or self._note_taken(take, proxy, holding):
-                private.push(self._dramatiq, proxy)
-
-    def _note_taken(self, take: Take, proxy: MessageProxy, holding: Holding) -> bool:
-        """Note whose permit it is. Returns whether the message is to be pushed.
-
-        It was given back and has come again before any thread had time for it: it stands in the work queue still, and
-        must not stand there twice.
-        """
-        key = (take.queue[1], take.message_id)
-        with self._lock:
-            pushed, _ = self._taken.get(key, (None, None))
-            self._taken[key] = (pushed or proxy, holding)
-            return pushed is None
+            private.hand_over(proxy, holding)
+            private.push(self._dramatiq, proxy)
 
     def beaten(self) -> None:
         """Put back what left by the skip while the store was away, and release for threads that have died."""
@@ -222,7 +209,7 @@ class Member:
             set_message_priority(options.ambient_of(proxy))
             return
         set_message_priority(asked.priority)
-        holding = self._pop_taken(proxy)
+        holding: Holding | None = private.handed_over(proxy)
         if holding is None:
             self._ask(proxy, asked, new_id(), confirm=False)
             return
@@ -238,16 +225,6 @@ class Member:
     def _begin_turn(self, lease: str) -> _Turn:
         turn = self._turns[threading.get_ident()] = _Turn(threading.current_thread(), lease)
         return turn
-
-    def _pop_taken(self, proxy: MessageProxy) -> Holding | None:
-        """The permit with which this very delivery came, if it came with one."""
-        key = (proxy.queue_name, private.delivery_id_of(proxy))
-        with self._lock:
-            pushed, holding = self._taken.get(key, (None, None))
-            if pushed is not proxy:
-                return None
-            del self._taken[key]
-            return holding
 
     def _ask(self, proxy: MessageProxy, asked: CallOptions, lease: str, *, confirm: bool) -> None:
         turn = self._begin_turn(lease)
@@ -478,12 +455,19 @@ class Member:
             set_current_delivery(None)
             set_current(None)
         elif turn is None:
-            taken = self._pop_taken(proxy)
-            if taken is not None:  # another middleware skipped it before the guard saw it
-                self._release(taken)
+            taken: Holding | None = private.handed_over(proxy)
+            if taken is not None:
+                self._give_up(proxy, taken)
             elif self.heartbeat.waiting and not self.heartbeat.leaving:
                 self.heartbeat.poke(extra=1)
         self._let_go_of(ident)
+
+    def _give_up(self, proxy: MessageProxy, taken: Holding) -> None:
+        """Another middleware ended a taken message before the guard saw it."""
+        if self.heartbeat.holdings.begin(taken, fresh_s=0) is None:
+            private.void(proxy)  # it had been given back
+        else:
+            self._release(taken)
 
     def _resolve(self, proxy: MessageProxy, turn: _Turn) -> None:
         """An interrupt struck before an answer was acted upon: find out whether the message is somewhere else now.

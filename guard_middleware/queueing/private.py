@@ -150,6 +150,16 @@ def idle_threads(worker: Worker) -> int:
     return max(0, able - max(0, worker.work_queue.unfinished_tasks - died))
 
 
+def hand_over(proxy: MessageProxy, holding: object) -> None:
+    """Send a message's permit along with it. A message that is given back and comes again, comes with another one."""
+    proxy.guard_holding = holding  # type: ignore[attr-defined]
+
+
+def handed_over(proxy: MessageProxy) -> Any:  # the queue of work is untyped as to this
+    """The permit that came with a message, `None` if there is none."""
+    return getattr(proxy, "guard_holding", None)
+
+
 def push(worker: Worker, proxy: MessageProxy) -> None:
     """Give a message to the next free worker thread, before everything that was fetched."""
     item_type = getattr(dramatiq_worker, "_WorkQueueItem", None)

@@ -44,7 +44,7 @@ class Spy(Middleware):
     [RuntimeError("a bug"), redis.ConnectionError("gone"), RateLimitExceeded("one of Dramatiq's own"), KeyError("key")],
     ids=lambda fault: type(fault).__name__,
 )
-@pytest.mark.parametrize("place", ["admit", "options", "begin"])
+@pytest.mark.parametrize("place", ["admit", "options", "ask"])
 def test_row_01_an_exception_in_the_hook_never_lets_the_actor_run_unguarded(make_bench, monkeypatch, fault, place):
     """Dramatiq swallows what a before-hook raises and runs the actor; the guard's hook lets nothing start, loses nothing.
 
@@ -59,7 +59,7 @@ def test_row_01_an_exception_in_the_hook_never_lets_the_actor_run_unguarded(make
     owner, name = {
         "admit": (member.heartbeat, "admit"),
         "options": (options, "read"),
-        "begin": (member, "_pop_taken"),
+        "ask": (member, "_ask"),
     }[place]
     sound = getattr(owner, name)
     struck = threading.Event()

@@ -26,8 +26,8 @@ TRACED = {
     str(file)
     for file in [*PACKAGE.glob("queueing/*.py"), *(PACKAGE / name for name in ("heartbeat.py", "holdings.py", "permit.py"))]
 }
-HOOKS = {"after_process_message", "after_skip_message", "filter"}
-"""What Dramatiq calls: before their `try`, an interrupt is as one in any middleware's hook, or in its own log call."""
+HOOKS = {"after_process_message", "after_skip_message"}
+"""What Dramatiq calls: before their `try`, an interrupt is as one in any middleware's hook."""
 WRAPPER = {"guarded_fn", "end"}
 """Around the body: before their `try` or after it, an interrupt is as one at the last line of the body."""
 
@@ -59,7 +59,8 @@ class Striker(Middleware):
         self.after_process_message(broker, message)
 
     def _calls(self, frame, event, arg):
-        return self._line if frame.f_code.co_filename in TRACED else None
+        traced = frame.f_code.co_filename in TRACED and frame.f_code.co_name != "filter"  # part of Dramatiq's log call
+        return self._line if traced else None
 
     def _line(self, frame, event, arg):
         if event != "line" or leaves_a_with(frame):
@@ -158,7 +159,7 @@ class Scene:
         return (
             f"struck={self.striker.struck} lines={self.striker.lines} threads={bench.threads_alive()} "
             f"stored={bench.stored()} snapshot={bench.snapshot()} held={member.heartbeat.holdings._held} "
-            f"turns={member._turns} taken={member._taken} queue={bench.worker.work_queue.queue} "
+            f"turns={member._turns} queue={bench.worker.work_queue.queue} "
             f"unfinished={bench.worker.work_queue.unfinished_tasks}"
         )
 
@@ -266,7 +267,7 @@ def test_an_interrupt_at_any_line_leaves_no_permit_and_neither_loses_nor_doubles
         bench, (name, line, (_, ended_before)) = played.bench, played.striker.struck
         member = bench.member
         assert member.heartbeat.holdings.in_use() == 0, line
-        assert (member._turns, member._taken, member._to_requeue) == ({}, {}, []), line
+        assert (member._turns, member._to_requeue) == ({}, []), line
         assert bench.dead() == [], line
         # ...and it ran as often as it would without a guard
         runs = bench.count_of(message)[1]

@@ -185,7 +185,9 @@ class Watched(Reference):
             if (other_line, other_id) in serving.passed:
                 continue
             if self.runner(other_line, other, serving.process if serving.want > 0 else ""):
-                assert chosen(state, now, line[0], other.rank, other.cost) != endpoint, "I8: a better waiter stood there"
+                assert chosen(state, now, line[0], other.rank, other.cost) != endpoint, (
+                    "I8: a better waiter stood there"
+                )
         super()._let_go(serving, line, waiter, parked, endpoint, runner)
 
     def serve(self, process, want, via):

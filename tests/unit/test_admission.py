@@ -356,4 +356,6 @@ def test_background_alone_in_the_ramp_is_not_kept_out_by_the_ramps_reserve():
     for ramp in (0, 1):
         state = Breaker(generation=2, ramp=ramp, trips=1)
         assert at_endpoint(view(ceiling=8, reserve=None, breaker=state), rank=BACKGROUND, cost=2) is None
-        assert at_endpoint(view(ceiling=8, reserve=None, breaker=state, in_flight=4, present=0), rank=BACKGROUND, cost=2)
+        assert at_endpoint(
+            view(ceiling=8, reserve=None, breaker=state, in_flight=4, present=0), rank=BACKGROUND, cost=2
+        )
