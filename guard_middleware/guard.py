@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from guard_middleware.config import GuardSettings
 from guard_middleware.core.commands import Action, Ask, Finish, Operate, Reply, Snapshot, Status
+from guard_middleware.core.outcome import Classified, Outcome
 from guard_middleware.core.verdict import Reason
 from guard_middleware.errors import AdmissionDenied, ConfigurationError, StoreUnavailable
 from guard_middleware.heartbeat import Heartbeat
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from guard_middleware.config import EndpointConfig
-    from guard_middleware.core.outcome import Classified
     from guard_middleware.core.values import Published
     from guard_middleware.heartbeat import Host
     from guard_middleware.holdings import Holding
@@ -187,9 +187,14 @@ class Guard:
             wait=timeout_s > 0 and outer is None,
         )
         deadline_s = time.monotonic() + timeout_s
-        holding, reply = self._ask(heartbeat, ask, deadline_s)
+        holding, reply = self._ask(heartbeat, ask, wanted, deadline_s)
+        try:
+            endpoint = self.settings.endpoint(holding.endpoint)
+        except ConfigurationError:  # a fallback that only other processes have been told of
+            self._finish(heartbeat, holding, Classified(outcome=Outcome.IGNORED, reason="unknown fallback"))
+            raise
         return Permit(
-            endpoint=self.settings.endpoint(holding.endpoint),
+            endpoint=endpoint,
             model=model,
             priority=wanted,
             cost=cost,
@@ -214,7 +219,7 @@ class Guard:
 
         def give_back(ended: Classified) -> None:
             outer.lent = False
-            del ended  # what the call recorded went to the outer permit
+            outer.add(ended)
 
         return Permit(
             endpoint=outer.endpoint,
@@ -223,11 +228,12 @@ class Guard:
             cost=cost,
             probe=outer.probe,
             release=give_back,
-            parent=outer,
             namespace=outer.namespace,
         )
 
-    def _ask(self, heartbeat: Heartbeat, ask: Ask, deadline_s: float) -> tuple[Holding, Reply]:
+    def _ask(
+        self, heartbeat: Heartbeat, ask: Ask, priority: Priority, deadline_s: float
+    ) -> tuple[Holding, Reply]:
         """Ask until there is a lease, or until the time is over; then leave nothing behind."""
         try:
             while True:
@@ -235,13 +241,14 @@ class Guard:
                 if holding is not None:
                     return holding, reply
                 left_s = deadline_s - time.monotonic()
-                if reply.status is not Status.WAITING or left_s <= 0:
-                    self._deny(ask, reply)
+                if reply.status is not Status.WAITING or left_s <= 0 or heartbeat.leaving:
+                    self._deny(ask, reply, priority)
                 heartbeat.wait_granted(ask.lease, min(left_s, _ASK_AGAIN_S))
-        except BaseException:
+        except BaseException as exc:
             if ask.wait:
                 heartbeat.operate_later(Operate(action=Action.WITHDRAW, target=ask.lease))
-            heartbeat.abandon(ask.lease)
+            if ask.wait or not isinstance(exc, AdmissionDenied | ConfigurationError):  # a refusal keeps nothing
+                heartbeat.abandon(ask.lease)
             raise
 
     @staticmethod
@@ -257,11 +264,11 @@ class Guard:
                 pause_s = min(2 * pause_s, 1.0)
 
     @staticmethod
-    def _deny(ask: Ask, reply: Reply) -> NoReturn:
+    def _deny(ask: Ask, reply: Reply, priority: Priority) -> NoReturn:
         if reply.status is Status.IMPOSSIBLE:
             raise ConfigurationError(never_admissible(ask.endpoint, ask.cost))
-        name = next(one for one in Priority if one.rank == ask.rank)
-        raise AdmissionDenied(ask.endpoint, name.value, reply.reason or Reason.ENDPOINT_FULL, reply.retry_after_ms)
+        reason = reply.reason or Reason.ENDPOINT_FULL
+        raise AdmissionDenied(ask.endpoint, priority.value, reason, reply.retry_after_ms)
 
     @staticmethod
     def _finish(heartbeat: Heartbeat, holding: Holding, ended: Classified) -> None:
@@ -273,7 +280,7 @@ class Guard:
             home=holding.home,
             rank=holding.rank,
         )
-        if ended.outcome.value == "overload":
+        if ended.outcome is Outcome.OVERLOAD:
             events.warning("guard.overload", endpoint=holding.endpoint, error=ended.reason)
         try:
             heartbeat.finish(finish)

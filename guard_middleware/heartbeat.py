@@ -20,6 +20,7 @@ from guard_middleware.core.commands import (
     Finish,
     Held,
     Operate,
+    ParkAs,
     Reply,
     Status,
     Take,
@@ -205,7 +206,7 @@ class Heartbeat:
         if reply.status is Status.UNCONFIGURED:
             self._reconfigure()
             sent_at_s = time.monotonic()
-            reply = self.store.admit(replace(ask, epoch=self._epoch))
+            reply = self.store.admit(ask)
             if reply.status is Status.UNCONFIGURED:
                 msg = f"the store still does not know {ask.endpoint!r} after this process has published it"
                 raise StoreUnavailable(msg)
@@ -217,6 +218,8 @@ class Heartbeat:
         self._handle(reply, sent_at_s)
         if reply.status is not Status.WAITING:
             self.holdings.settled(ask.lease)
+            with self._granted:
+                self._grants.discard(ask.lease)
         return reply, holding
 
     def _reconfigure(self) -> None:
@@ -226,6 +229,8 @@ class Heartbeat:
     def abandon(self, command_id: str) -> None:
         """Stop waiting for a command: whatever it was given goes back with the next beat."""
         self.holdings.settled(command_id)
+        with self._granted:
+            self._grants.discard(command_id)
         self.poke()
 
     def finish(self, finish: Finish) -> Reply:
@@ -245,8 +250,12 @@ class Heartbeat:
         return reply
 
     def finish_later(self, finish: Finish) -> None:
-        """Leave a finish to the beats, which repeat it until it is answered."""
-        self.holdings.send_later(replace(finish, take=0, idle=-1))  # first: a lease that nobody names goes back
+        """Leave a finish to the beats, which repeat it until it is answered.
+
+        It parks nothing any more: by then the message has gone another way.
+        """
+        # Kept first: a lease that nobody names goes back.
+        self.holdings.send_later(replace(finish, take=0, idle=-1, park=ParkAs.NO))
         self.holdings.drop(finish.lease)
         self.holdings.settled(finish.lease)
         self.poke()
@@ -369,8 +378,8 @@ class Heartbeat:
                 continue
             next_beat_s = now_s + self.heartbeat_s
             try:
-                self._resend()
                 self.beat(extra)
+                self._resend()
                 pause_s = _FIRST_PAUSE_S
             except StoreUnavailable as exc:
                 self._unavailable(exc)
@@ -382,6 +391,7 @@ class Heartbeat:
     def _resend(self) -> None:
         """Repeat the commands that were not answered; their ids make the repetition harmless (I11)."""
         while (command := self.holdings.next_unsent()) is not None:
+            self.holdings.postpone(command)
             sent_at_s = time.monotonic()
             reply = self.store.finish(command) if isinstance(command, Finish) else self.store.operate(command)
             self._handle(reply, sent_at_s)
@@ -405,8 +415,11 @@ class Heartbeat:
                             self.poke()
                 finally:
                     wakeups.close()
-            except StoreUnavailable as exc:
-                self._unavailable(exc)
+            except Exception as exc:  # noqa: BLE001  # without this thread nobody hears of a notification again
+                if isinstance(exc, StoreUnavailable):
+                    self._unavailable(exc)
+                else:
+                    events.error("guard.listening_failed", error=type(exc).__name__)
                 self._stop.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

@@ -32,6 +32,8 @@ class Holding:
         cost: units.
         generation: the breaker's generation of the lease.
         message: whereabouts of its message, `None` for callers.
+        probe: its call is the breaker's probe.
+        taken_at_s: monotonic time at which the command that brought it was sent.
         confirmed_at_s: monotonic time at which the last command that confirmed it was sent.
         running: its call has begun.
         lost: the store does not have it any more and its call has not begun.
@@ -45,6 +47,8 @@ class Holding:
     cost: int
     generation: int
     message: Message | None
+    probe: bool
+    taken_at_s: float
     confirmed_at_s: float
     running: bool = False
     lost: bool = False
@@ -98,6 +102,8 @@ class Holdings:
             cost=ask.cost,
             generation=reply.generation,
             message=ask.message,
+            probe=reply.probe,
+            taken_at_s=sent_at_s,
             confirmed_at_s=sent_at_s,
             running=True,
         )
@@ -116,6 +122,8 @@ class Holdings:
             cost=take.cost,
             generation=take.generation,
             message=Message(namespace=take.queue[0], queue=take.queue[1], id=take.message_id, worker=self.worker),
+            probe=take.probe,
+            taken_at_s=sent_at_s,
             confirmed_at_s=sent_at_s,
         )
         with self._lock:
@@ -134,7 +142,8 @@ class Holdings:
             fresh_s: how old its last confirmation may be, in seconds.
 
         Returns:
-            True: begin. False: ask first, the lease may be out of date. None: it was given back.
+            True: begin. False: ask first, the lease may be out of date; until that is answered it is not given
+            back. None: it was given back.
         """
         with self._lock:
             if holding.lease not in self._held:
@@ -142,6 +151,7 @@ class Holdings:
             present = self._generations.get(holding.endpoint, 0)
             fresh = time.monotonic() - holding.confirmed_at_s < fresh_s
             if holding.lost or not fresh or holding.generation != present:
+                self._outstanding.add(holding.lease)
                 return False
             holding.running = True
             return True
@@ -168,14 +178,16 @@ class Holdings:
         """Forget the leases whose calls have not begun, and name them.
 
         Args:
-            older_than_s: only those confirmed at least so long ago, in seconds.
+            older_than_s: only those taken at least so long ago, in seconds. Renewals do not count.
         """
         now = time.monotonic()
         with self._lock:
             idle = [
                 holding.lease
                 for holding in self._held.values()
-                if not holding.running and now - holding.confirmed_at_s >= older_than_s
+                if not holding.running
+                and holding.lease not in self._outstanding  # its thread asks whether it may begin
+                and now - holding.taken_at_s >= older_than_s
             ]
             for lease in idle:
                 del self._held[lease]
@@ -237,6 +249,13 @@ class Holdings:
         with self._lock:
             if command in self._unsent:
                 self._unsent.remove(command)
+
+    def postpone(self, command: Finish | Operate) -> None:
+        """Let the other commands go first: this one went wrong."""
+        with self._lock:
+            if command in self._unsent:
+                self._unsent.remove(command)
+                self._unsent.append(command)
 
     def in_use(self) -> int:
         """Units leased by this process, as it knows."""

@@ -53,7 +53,6 @@ class Permit:
         cost: int,
         probe: bool,
         release: Callable[[Classified], None],
-        parent: Permit | None = None,
         namespace: str,
     ) -> None:
         self.endpoint = endpoint
@@ -64,7 +63,6 @@ class Permit:
         self.lent = False
         self._release = release
         self.namespace = namespace
-        self._parent = parent
         self._recorded: Classified | None = None
         self._released = False
         self._outer: Permit | None = None
@@ -103,9 +101,12 @@ class Permit:
             found = classify_status(status, body_text=body, headers=headers, now_epoch_s=now_s, extra_overload=extra)
         else:
             found = Classified(outcome=Outcome.SUCCESS, reason="recorded")
-        target = self._parent or self
-        target._recorded = _worse(target._recorded, found)  # noqa: SLF001  # the same class
+        self.add(found)
         return found.outcome
+
+    def add(self, ended: Classified) -> None:
+        """Let an outcome count, beside what was recorded before: what says more stays."""
+        self._recorded = _worse(self._recorded, ended)
 
     def verdict(self, exc: BaseException | None) -> Classified:
         """How the call ended, from what was recorded and the exception that left its block, if one did."""

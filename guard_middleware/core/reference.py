@@ -465,7 +465,7 @@ class Reference(Servant):
             },
             processes={process: known.idle for process, known in state.processes.items()},
             lines={
-                line: tuple(sorted(waiters, key=lambda one, known=waiters: known[one]))
+                line: tuple(sorted(waiters, key=waiters.__getitem__))
                 for line, waiters in state.lines.items()
             },
         )

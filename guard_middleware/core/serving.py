@@ -270,7 +270,7 @@ class Servant(Machine):
                 continue
             left = [waiter for waiter in waiters if (line, waiter) not in serving.passed]
             if left:
-                waiter = min(left, key=lambda one, known=waiters: known[one])
+                waiter = min(left, key=waiters.__getitem__)
                 if best is None or waiters[waiter] < best[0]:
                     best = (waiters[waiter], line, waiter)
         return None if best is None else best[1:]
@@ -325,7 +325,7 @@ class Servant(Machine):
         for line, waiters in self.state.lines.items():
             if line[0] != home:
                 continue
-            for waiter in sorted(waiters, key=lambda one, known=waiters: known[one])[:PROBE_SCAN]:
+            for waiter in sorted(waiters, key=waiters.__getitem__)[:PROBE_SCAN]:
                 parked = self.state.parked[line, waiter]
                 runner = "" if parked.overloaded else self.runner(line, parked, first)
                 if runner and self.place_call(home, parked)[:2] == (endpoint, None):

@@ -89,7 +89,7 @@ def wrap(actor: dramatiq.Actor[..., Any]) -> None:
         return
     fn = actor.fn
     coroutine = getattr(fn, "__wrapped__", None)
-    if coroutine is not None and iscoroutinefunction(coroutine):
+    if private.is_bridge(fn) and iscoroutinefunction(coroutine):
         fn = async_to_sync(_watched(coroutine))
 
     @functools.wraps(fn)

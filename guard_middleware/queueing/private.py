@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from dramatiq import worker as dramatiq_worker
+from dramatiq.asyncio import async_to_sync
 from dramatiq.broker import MessageProxy
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.message import Message
@@ -43,6 +44,11 @@ class Elsewhere(MiddlewareError):
 def on_worker_thread() -> bool:
     """Whether this code runs on one of Dramatiq's worker threads."""
     return isinstance(threading.current_thread(), dramatiq_worker.WorkerThread)
+
+
+def is_bridge(fn: Any) -> bool:  # what an actor's function is, Dramatiq leaves open
+    """Whether a function is Dramatiq's own bridge to a coroutine, and not somebody's wrapper around one."""
+    return getattr(fn, "__code__", None) in async_to_sync.__code__.co_consts
 
 
 def namespace_of(broker: Broker) -> str | None:

@@ -155,7 +155,7 @@ def test_settings_cannot_be_changed_afterwards() -> None:
 BAD_WHOLE = ["-1", "4.5", "4.0", "true", "1e3", "1e12", "NaN", "inf", "1_0", "0x10", "four", "9" * 30, "³", "null"]
 
 
-@pytest.mark.parametrize("variable", WHOLE)
+@pytest.mark.parametrize("variable", sorted(WHOLE))
 @pytest.mark.parametrize("value", BAD_WHOLE)
 def test_whole_number_variable_refuses_everything_else(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch
@@ -165,7 +165,7 @@ def test_whole_number_variable_refuses_everything_else(
     assert f"- {variable} must be a whole number from {WHOLE[variable]} to " in refusal()
 
 
-@pytest.mark.parametrize("variable", WHOLE)
+@pytest.mark.parametrize("variable", sorted(WHOLE))
 @pytest.mark.parametrize(
     "value", [-1, 4.5, 4.0, True, False, 1e12, math.nan, math.inf, 10**12 * 10**12, [], {}, b"4", "x"]
 )
@@ -184,7 +184,7 @@ def test_zero_has_one_meaning(variable: str, least: int) -> None:
         assert f"{variable} must be a whole number from 1 to" in refusal(**{field: 0})
 
 
-@pytest.mark.parametrize("variable", WHOLE)
+@pytest.mark.parametrize("variable", sorted(WHOLE))
 @pytest.mark.parametrize("value", [1, "1", " 1 ", "+1", "01"])
 def test_one_is_one_also_in_quotes(variable: str, value: object) -> None:
     """The least number that every count accepts, as a number and as digits."""
@@ -199,7 +199,7 @@ def test_zero_ceiling_is_told_how_to_pause() -> None:
     assert "guardctl pause" in refusal(models=[{"id": "a", "max_concurrent_requests": 0}])
 
 
-@pytest.mark.parametrize("variable", SECONDS)
+@pytest.mark.parametrize("variable", sorted(SECONDS))
 @pytest.mark.parametrize("value", ["-1", "-0.5", "true", "NaN", "inf", "1e12", "2s", "1_0", "null"])
 def test_duration_refuses_what_is_none(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative, endless and unreadable durations are refused, naming the variable."""
@@ -207,7 +207,7 @@ def test_duration_refuses_what_is_none(variable: str, value: str, monkeypatch: p
     assert f"- {variable} must be a number from " in refusal()
 
 
-@pytest.mark.parametrize("variable", SECONDS)
+@pytest.mark.parametrize("variable", sorted(SECONDS))
 @pytest.mark.parametrize("value", [True, math.nan, math.inf, -math.inf, -1, 10**400, [], "x"])
 def test_duration_keyword_refuses_what_is_none(variable: str, value: object) -> None:
     """The same holds for keywords."""
