@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from dramatiq.errors import ActorNotFound
 from dramatiq.middleware import Interrupt, SkipMessage
 
-from guard_middleware.core.commands import Ask, Finish, Message, Reply, Status, Take
+from guard_middleware.core.commands import Ask, Finish, Message, ParkAs, Reply, Status, Take
 from guard_middleware.core.outcome import Outcome
 from guard_middleware.core.verdict import Reason
 from guard_middleware.errors import StoreUnavailable
@@ -65,6 +66,7 @@ class Member:
         self._to_requeue: list[tuple[str, str]] = []
         self._turns: dict[int, _Turn] = {}
         self._store = guard.make_store()
+        self._low_queues = False
         self._parks: bool | None = None if private.namespace_of(broker) is not None else False
         self.heartbeat = guard.new_heartbeat(self, self._store)
 
@@ -95,8 +97,9 @@ class Member:
         """
         if self._parks is None:
             self._parks = self._store.shares_server(private.client_of(self.broker))
-        if not self._parks:
+        if not self._parks and not self._low_queues:
             low_queue.consume(self._dramatiq, self.broker)
+            self._low_queues = True
         return self._parks
 
     def leave(self) -> None:
@@ -112,9 +115,13 @@ class Member:
 
     # -- host of the heartbeat -------------------------------------------------------------------------------------
 
-    def idle(self) -> int:
-        """Worker threads that could run a message now: alive, not busy, and not spoken for by what was fetched."""
-        return 0 if self.heartbeat.leaving else private.idle_threads(self._dramatiq)
+    def idle(self, *, ending: int = 0) -> int:
+        """Worker threads that could run a message now: alive, not busy, and not spoken for by what was fetched.
+
+        Args:
+            ending: how many of the busy ones are about to be idle.
+        """
+        return 0 if self.heartbeat.leaving else private.idle_threads(self._dramatiq, ending=ending)
 
     def queues(self) -> tuple[tuple[str, str], ...]:
         """The queues into which messages can be taken now."""
@@ -128,6 +135,9 @@ class Member:
         for take, holding in takes:
             consumer = private.consumer_of(self._dramatiq, take.queue[1])
             if consumer is None or self.heartbeat.leaving:
+                if holding is None:  # no beat names what has no permit
+                    with self._lock:
+                        self._to_requeue.append((take.queue[1], take.message_id))
                 continue  # what has not begun goes back with a beat
             try:
                 proxy = private.decode(take.payload)
@@ -150,10 +160,13 @@ class Member:
     def beaten(self) -> None:
         """Put back what left by the skip while the store was away, and release for threads that have died."""
         self._requeue_local()
-        with self._lock:
-            dead = [ident for ident, turn in self._turns.items() if not turn.thread.is_alive()]
-        for ident in dead:
-            self._let_go_of(ident)
+        for ident, turn in list(self._turns.items()):
+            if not turn.thread.is_alive():
+                self._let_go_of(ident)
+        if self._parks is None:  # the store was away when the worker booted
+            with suppress(StoreUnavailable):
+                self.parks()
+                self.heartbeat.poke()
 
     def _let_go_of(self, ident: int) -> None:
         """Release what a thread asked for and did not finish: an interrupt can strike between any two lines (I5)."""
@@ -198,7 +211,7 @@ class Member:
             raise
         except Exception as exc:  # noqa: BLE001  # I2, I12: Dramatiq would swallow it and run the actor
             events.error("guard.admission_failed", actor=proxy.actor_name, error=type(exc).__name__)
-            self._leave_aside(proxy)
+            self._leave_aside_or_fail(proxy)
 
     def _admit(self, proxy: MessageProxy) -> None:
         try:
@@ -214,9 +227,10 @@ class Member:
             self._ask(proxy, asked, new_id(), confirm=False)
             return
         self._begin_turn(holding.lease)
+        private.hand_over(proxy, None)  # from here on the turn knows of it
         match self.heartbeat.holdings.begin(holding, fresh_s=self.heartbeat.lease_s / 2):
             case True:
-                self._start(proxy, asked, holding, probe=False)
+                self._start(proxy, asked, holding, probe=holding.probe)
             case False:
                 self._ask(proxy, asked, holding.lease, confirm=True)
             case None:
@@ -344,6 +358,15 @@ class Member:
             self._postpone(proxy, Reply(status=Status.REFUSED, reason=Reason.RECOVERING, retry_after_ms=_ASIDE_MS))
         self._skip(proxy)
 
+    def _leave_aside_or_fail(self, proxy: MessageProxy) -> NoReturn:
+        """End this delivery whatever happens: what no broker takes back ends among the dead letters, not unguarded."""
+        try:
+            self._leave_aside(proxy)
+        except SkipMessage:
+            raise
+        except Exception:  # noqa: BLE001  # Dramatiq would swallow it and run the actor
+            self._dead_letter(proxy, "neither the store nor the broker answers while the worker stops")
+
     def _set_aside(self, proxy: MessageProxy) -> bool:
         """Let a beat put the message back. Returns whether this broker can."""
         turn = self._turns.pop(threading.get_ident(), None)
@@ -393,7 +416,10 @@ class Member:
         if turn is not None:
             turn.doubt = finish
         reply = self._released(finish)
-        is_elsewhere = reply is not None and reply.status in (Status.PARKED, Status.STOLEN)
+        if reply is None:  # whether it was parked is not known: a copy by Retries could be a second one
+            is_elsewhere = finish.park is not ParkAs.NO and self._set_aside(proxy)
+        else:
+            is_elsewhere = reply.status in (Status.PARKED, Status.STOLEN, Status.GONE)
         if is_elsewhere:
             private.void(proxy)
         if turn is not None:
@@ -428,18 +454,7 @@ class Member:
     def _taking(self, finish: Finish) -> Finish:
         if self.heartbeat.leaving:
             return finish
-        return Finish(
-            process=finish.process,
-            lease=finish.lease,
-            outcome=finish.outcome,
-            retry_after_ms=finish.retry_after_ms,
-            home=finish.home,
-            rank=finish.rank,
-            message=finish.message,
-            park=finish.park,
-            take=1,
-            idle=self.idle(),
-        )
+        return replace(finish, take=1, idle=self.idle(ending=1))
 
     def after(self, proxy: MessageProxy, exception: BaseException | None) -> None:
         """The message is processed or skipped: what the wrapper never began ends here. It can be repeated."""

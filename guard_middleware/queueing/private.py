@@ -141,19 +141,17 @@ def decode(payload: bytes) -> MessageProxy:
     return MessageProxy(Message.decode(payload))
 
 
-def idle_threads(worker: Worker) -> int:
+def idle_threads(worker: Worker, *, ending: int = 0) -> int:
     """How many worker threads could begin a message now, those that what was fetched will need not counted.
 
-    A task is unfinished from the moment it is put into the work queue until its message has been acked. A thread that
-    died has left its task unfinished for good.
+    A task is unfinished from the moment it is put into the work queue until its message has been acked.
+
+    Args:
+        worker: whose threads.
+        ending: how many of the unfinished messages are about to end.
     """
-    able = died = 0
-    for thread in worker.workers:
-        if not thread.is_alive():
-            died += 1
-        elif thread.running and not thread.paused:
-            able += 1
-    return max(0, able - max(0, worker.work_queue.unfinished_tasks - died))
+    able = sum(thread.running and not thread.paused and thread.is_alive() for thread in worker.workers)
+    return max(0, able - max(0, worker.work_queue.unfinished_tasks - ending))
 
 
 def hand_over(proxy: MessageProxy, holding: object) -> None:
