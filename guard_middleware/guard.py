@@ -35,8 +35,8 @@ _ASK_AGAIN_S = 1.0
 def never_admissible(model: str, cost: int) -> str:
     """What to say of a call that no state of its endpoint could ever admit."""
     return (
-        f"a call of cost {cost} can never be admitted on {model!r}: its ceiling, or the budget of its GPU group without "
-        "the others' floors, is smaller; lower the cost or raise them"
+        f"a call of cost {cost} can never be admitted on {model!r}: its ceiling, or the budget of its GPU group "
+        "without the others' floors, is smaller; lower the cost or raise them"
     )
 
 

@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from guard_middleware.core.breaker import Breaker
-from guard_middleware.core.commands import Message, Status
-from guard_middleware.core.values import EndpointSpec, Published, Rules
+from guard_middleware.core.values import Rules
+
+if TYPE_CHECKING:
+    from guard_middleware.core.breaker import Breaker
+    from guard_middleware.core.commands import Message, Status
+    from guard_middleware.core.values import EndpointSpec, Published
 
 Line = tuple[str, str, str]
 """(endpoint, broker namespace, queue); callers stand in ``(endpoint, "", "")``."""

@@ -60,7 +60,7 @@ def guarded(
     """
     options.check_model(model)
     parsed = None if priority is None else Priority.parse(priority)
-    if isinstance(cost, bool) or not isinstance(cost, int) or cost < 1:
+    if type(cost) is not int or cost < 1:  # a boolean is no number here
         msg = "cost must be a whole number of at least 1"
         raise ConfigurationError(msg)
 
@@ -134,8 +134,8 @@ def _called(
     """A guarded actor was called as a function: it stands in line as a caller, unless a worker should have asked."""
     if current_delivery() is None and private.on_worker_thread():
         msg = (
-            f"actor {actor.actor_name!r} is guarded, and this worker's broker gave it no permit: "
-            "add GuardMiddleware() to the broker before the worker starts"
+            f"actor {actor.actor_name!r} is guarded, and this message brought no permit for it: add GuardMiddleware() "
+            "to the broker before the worker starts; from an unguarded actor, send to it instead of calling it"
         )
         raise MiddlewareMissing(msg)
     priority = actor.options.get(options.PRIORITY)

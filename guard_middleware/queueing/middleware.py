@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 _members: WeakKeyDictionary[Broker, tuple[int, Member]] = WeakKeyDictionary()
 _members_lock = threading.Lock()
-_BEFORE = frozenset({"AgeLimit", "TimeLimit", "ShutdownNotifications", "Retries", "Prometheus", "Callbacks", "Pipelines"})
+_BEFORE = frozenset(
+    {"AgeLimit", "TimeLimit", "ShutdownNotifications", "Retries", "Prometheus", "Callbacks", "Pipelines"}
+)
 _AFTER = frozenset({"CurrentMessage"})
 
 
@@ -103,7 +105,7 @@ class GuardMiddleware(Middleware):
             with _members_lock:
                 _members[broker] = (os.getpid(), member)
             member.boot()
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001  # Dramatiq would swallow it and run the worker without a life line
             events.error("guard.not_started", error=type(exc).__name__)
             why = str(exc) if isinstance(exc, ConfigurationError) else type(exc).__name__
             _refuse(broker, worker, f"the guard could not start ({why}), so this worker does not")

@@ -56,7 +56,7 @@ def namespace_of(broker: Broker) -> str | None:
     return broker.namespace if isinstance(broker, RedisBroker) else None
 
 
-def client_of(broker: Broker) -> Any:  # noqa: ANN401  # redis's client is the store's business, not ours
+def client_of(broker: Broker) -> Any:  # redis's client is the store's business, not ours
     """The Redis client of a Redis broker."""
     return broker.client if isinstance(broker, RedisBroker) else None
 
@@ -166,9 +166,9 @@ def handed_over(proxy: MessageProxy) -> Any:  # the queue of work is untyped as 
 
 def push(worker: Worker, proxy: MessageProxy) -> None:
     """Give a message to the next free worker thread, before everything that was fetched."""
-    item_type = getattr(dramatiq_worker, "_WorkQueueItem", None)
-    # Dramatiq before 2.1 queues plain pairs.
-    worker.work_queue.put((FIRST, proxy) if item_type is None else item_type(FIRST, proxy))
+    item_type: Any = getattr(dramatiq_worker, "_WorkQueueItem", None)
+    item: Any = (FIRST, proxy) if item_type is None else item_type(FIRST, proxy)  # before 2.1 a plain pair
+    worker.work_queue.put(item)
 
 
 def consumed_queues(worker: Worker) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ def consumed_queues(worker: Worker) -> tuple[str, ...]:
     )
 
 
-def consumer_of(worker: Worker, queue: str) -> Any:  # noqa: ANN401  # a private class of Dramatiq's
+def consumer_of(worker: Worker, queue: str) -> Any:  # a private class of Dramatiq's
     """The consumer thread of a queue, `None` if there is none."""
     return worker.consumers.get(queue)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from guard_middleware.core.commands import Ask, Beat, Configure, Finish, Held, Message, Operate
 
 Value = str | int
-_NOTHING = (0, b"", -1, -1, 0, 0, b"", 0, b"", 0, 0)
+_NOTHING: tuple[Any, ...] = (0, b"", -1, -1, 0, 0, b"", 0, b"", 0, 0)
 _NO_LISTS: tuple[list[Any], ...] = ([], [], [], [])
 _FIXED = len(_NOTHING)
 _TAKE = 12

@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 from uuid import uuid4
 
 import redis
@@ -186,7 +187,7 @@ class Deployment:
         self.broker.client.close()
         if value is not None:
             for group in self.groups:
-                print(f"--- {group.log_path.name}\n{group.log[-4000:]}")
+                sys.stdout.write(f"--- {group.log_path.name}\n{group.log[-4000:]}\n")
 
     # -- configuration ---------------------------------------------------------------------------------------------
 
@@ -218,8 +219,6 @@ class Deployment:
     def guard(self) -> Guard:
         """A guard of this process, for callers and snapshots."""
         if self._guard is None:
-            from unittest import mock
-
             with mock.patch.dict(os.environ, self.settings_env()):
                 self._guard = Guard(GuardSettings())
         return self._guard
