@@ -170,7 +170,7 @@ def encode_operate(command: Operate) -> Call:
 # ---------------------------------------------------------------------- in
 
 
-def decode_reply(raw: Any) -> Reply:
+def decode_reply(raw: list[Any]) -> Reply:
     """Read the flat reply of every script but `snapshot`. What is left out at its end is zero or empty.
 
     Raises:

@@ -28,7 +28,7 @@ ALPHA, BETA, GAMMA = "alpha:é {1}", "beta", "gamma"
 ENDPOINTS = (ALPHA, BETA, GAMMA, ALPHA, GAMMA)
 PROCESSES = ("p1", "p2", "P3")
 STEPS_MS = (1, 0, 7, 49, 50, 51, 199, 500, 501, 999, 1_000, 2_001, 3_999, 4_001, 9_000, 15_000, 15_001, 31_000, 60_000)
-RULES = Rules(lease_ms=15_000, heartbeat_ms=2_000, ageing_ms=10_000, max_overloads=2, probe_deadline_ms=5_000)
+RULES = Rules(lease_ms=6_000, heartbeat_ms=2_000, ageing_ms=10_000, max_overloads=2, probe_deadline_ms=5_000)
 BUDGETS = {"gpu": 5}
 
 
@@ -50,13 +50,13 @@ class Play:
         self.enqueued, self.done = {}, set()
         self.fetched, self.leases, self.callers, self.commands = [], {}, [], []
         self.beats = dict.fromkeys(PROCESSES, 0)
-        self.asserted, self.log = set(), []
-        self.moves = (
-            (self.admit_fetched, 16), (self.finish, 16), (self.beat, 10), (self.advance, 14), (self.enqueue, 10),
-            (self.caller, 10), (self.again, 8), (self.confirm, 3), (self.flush, 2), (self.requeue, 2),
-            (self.operate, 6), (self.configure, 3), (self.foreign_finish, 2),
+        self.asserted, self.known, self.served, self.log = set(), set(), False, []
+        moves = (
+            (self.admit_fetched, 20), (self.finish, 18), (self.enqueue, 11), (self.beat, 10), (self.advance, 10),
+            (self.caller, 8), (self.again, 8), (self.confirm, 4), (self.operate, 4), (self.configure, 2),
+            (self.flush, 1), (self.requeue, 1), (self.foreign_finish, 1),
         )  # fmt: skip
-        self.table = [move for move, weight in self.moves for _ in range(weight)]
+        self.table = [move for move, weight in moves for _ in range(weight)]
         for index, process in enumerate(PROCESSES):
             self.ask(Configure(process=process, published=self.published(0), first_start_hold_ms=0))
             self.send_beat(process, queues=QUEUES[: index + 1] if index < 2 else ())
@@ -65,6 +65,8 @@ class Play:
         return Published(endpoints=endpoints(variant), budgets=BUDGETS, rules=RULES, revision=variant // 4)
 
     def step(self, eight):
+        """Make one move, and check everything."""
+        self.served = False
         self.table[eight[0] % len(self.table)](*eight[1:])
         self.check()
 
@@ -73,6 +75,7 @@ class Play:
     def ask(self, command):
         self.log.append((self.twin.now_ms, command))
         reply = self.twin.ask(command)
+        self.served = reply.waiting >= 0
         self.log.append(reply)
         self.commands.append(command)
         for take in reply.takes:
@@ -115,7 +118,7 @@ class Play:
                 return
             process, endpoint, rank, cost, message = self.fetched[c % len(self.fetched)]
         else:
-            endpoint, rank, cost = ENDPOINTS[c % len(ENDPOINTS)], (1, 0, 3, 3)[d % 4], (1, 1, 1, 2, 3, 9)[e % 6]
+            endpoint, rank, cost = ENDPOINTS[c % len(ENDPOINTS)], (1, 0, 3, 3)[d % 4], (1, 1, 1, 1, 2, 3, 1, 9)[e % 8]
             message = Message(namespace=queue[0], queue=queue[1], id=message_id, worker=worker)
             if f % 8 == 7:  # only prefetched
                 self.fetched.append((process, endpoint, rank, cost, message))
@@ -161,7 +164,7 @@ class Play:
             Outcome.NEUTRAL,
             Outcome.IGNORED,
         )[b % 6]
-        park = (ParkAs.NO, ParkAs.OVERLOADED, ParkAs.DENIED)[c % 3]
+        park = (ParkAs.NO, ParkAs.OVERLOADED, ParkAs.NO, ParkAs.OVERLOADED, ParkAs.DENIED)[c % 5]
         if message is None or (park is ParkAs.OVERLOADED and outcome is not Outcome.OVERLOAD):
             park = ParkAs.NO
         reply = self.ask(
@@ -269,9 +272,10 @@ class Play:
     def operate(self, a, b, c, d, *_):
         endpoint = ENDPOINTS[b % 5]
         action = (
-            Action.OPEN, Action.CLOSE, Action.RESET, Action.OVERRIDE, Action.CLEAR_OVERRIDE, Action.PAUSE,
-            Action.RESUME, Action.RESUME, Action.DRAIN, Action.WITHDRAW, Action.FORGET,
-        )[a % 11]  # fmt: skip
+            Action.OPEN, Action.CLOSE, Action.RESET, Action.OVERRIDE, Action.CLEAR_OVERRIDE, Action.CLEAR_OVERRIDE,
+            Action.PAUSE, Action.RESUME, Action.RESUME, Action.RESUME, Action.DRAIN, Action.WITHDRAW, Action.WITHDRAW,
+            Action.FORGET,
+        )[a % 14]  # fmt: skip
         target, value = endpoint, c % 3 * 400
         if action is Action.OVERRIDE:
             value = c % 6
@@ -296,6 +300,37 @@ class Play:
     def check(self):
         stored = self.twin.compare()
         self.check_nothing_lost(stored)
+        self.check_never_over(stored)
+        self.check_no_idle_permit()
+
+    def check_never_over(self, stored):
+        """I1: where a lease has come to be that nobody asserted, the ceiling and the budget are kept."""
+        now = self.twin.now_ms
+        live = {lease: one for lease, one in stored["leases"].items() if one["expires_at_ms"] > now}
+        for lease in set(live) - self.known - self.asserted:
+            endpoint = live[lease]["endpoint"]
+            spec = stored["specs"][endpoint]
+            ceiling = stored["overrides"].get(endpoint, spec["ceiling"])
+            assert sum(one["cost"] for one in live.values() if one["endpoint"] == endpoint) <= ceiling
+            if spec["group"] in stored["budgets"]:
+                members = {name for name, other in stored["specs"].items() if other["group"] == spec["group"]}
+                total = sum(one["cost"] for one in live.values() if one["endpoint"] in members)
+                assert total <= stored["budgets"][spec["group"]]
+        self.known |= set(live)
+
+    def check_no_idle_permit(self):
+        """I9: after a command that served, the first at an endpoint whom somebody idle can run cannot go."""
+        rule = self.twin.reference
+        if not self.served or rule.recovering() or any(lease.hold for lease in rule.state.leases.values()):
+            return  # a unit that is held for the first of a line leaves it standing there
+        for home in {line[0] for line in rule.state.lines if line[0] in rule.state.specs}:
+            heads = [(line, *rule._head(line)) for line in rule.state.lines if line[0] == home]
+            able = [(parked.key, line, waiter) for line, waiter, parked in heads if rule.runner(line, parked, "")]
+            if able and rule.aged_waiter(home) is None:  # else units are kept for the aged one
+                _, line, waiter = min(able)
+                endpoint, reason, _ = rule.place_call(home, rule.state.parked[line, waiter])
+                group = rule.view(endpoint).group  # a budget may be kept for somebody at another endpoint
+                assert reason is not None or group is not None, f"{waiter} of {line} could go"
 
     def check_nothing_lost(self, stored):
         """I3: every message is in one place: its queue, an ack set, a line, beside a line, or done."""

@@ -203,7 +203,9 @@ class Stored:
             "paused": {name for name, one in self.endpoints.items() if one["paused"]},
             "breakers": self.breakers(),
             "means": {name: one["mean"] for name, one in self.endpoints.items() if one["mean"]},
-            "background_at": {name: one["background_at"] for name, one in self.endpoints.items() if one["background_at"]},
+            "background_at": {
+                name: one["background_at"] for name, one in self.endpoints.items() if one["background_at"]
+            },
             "slots": {self.slot(name): int(value) for name, value in self.family("slot:").items()},
             "lines": lines,
             "held_back": held_back,

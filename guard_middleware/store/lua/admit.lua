@@ -101,8 +101,7 @@ end
 
 local function admitted(lease, expires_at_ms, serving)
   return answer(ADMITTED, process, "", 0, serving, {
-    endpoint = lease.endpoint, generation = lease.generation, probe = endpoint_of(lease.endpoint).probe == lease_id,
-    expires_at_ms = expires_at_ms,
+    lease = lease, lease_id = lease_id, expires_at_ms = expires_at_ms,
   })
 end
 

@@ -61,14 +61,16 @@ end
 
 --[[
   Answer a process. I9: what the sweep, or the command, has freed is given away in the same command.
-  `more` has what is not usual: endpoint, generation, probe, expires_at_ms of a lease; count, lost, stolen.
+  `more` has what is not usual: lease, lease_id, expires_at_ms; count; lost, stolen.
 ]]
 local function answer(status, process, reason, retry_after_ms, serving, more)
   if not serving and freed then serving = serve(process, 0, "") end
   more = more or {}
+  local lease = more.lease or { generation = 0, endpoint = "" }
+  local probe = more.lease and endpoint_of(lease.endpoint).probe == more.lease_id
   local reply = {
-    status, epoch, next_ms(), serving and serving.waiting or -1, more.expires_at_ms or 0, more.generation or 0,
-    more.endpoint or "", more.probe and 1 or 0, reason, retry_after_ms, more.count or 0,
+    status, epoch, next_ms(), serving and serving.waiting or -1, more.expires_at_ms or 0, lease.generation,
+    lease.endpoint, probe and 1 or 0, reason, retry_after_ms, more.count or 0,
   }
   local woken, takes = serving and serving.woken or {}, serving and serving.takes or {}
   local lost, stolen = more.lost or {}, more.stolen or {}

@@ -80,7 +80,7 @@ local function against(endpoint, rank, cost, aged)
   if background then
     local limit = ramp and min(ceiling, 1 + one.ramp)
     if units > ceiling - reserve_of(ceiling, one.reserve)
-      or (ramp and ramped + cost > limit - reserve_of(limit, one.reserve)) then
+      or (ramped > 0 and ramped + cost > limit - reserve_of(limit, one.reserve)) then
       return "reserved", false
     end
   end
