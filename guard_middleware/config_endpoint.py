@@ -28,7 +28,7 @@ from guard_middleware.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PAUSE_HINT = "0 never means unlimited or paused: pausing is an operator's command (guardctl pause)"
+PAUSE_HINT = "0 never means unlimited or paused: pausing is an operator's command (python -m guard_middleware pause)"
 _KEY_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
 _LONGEST_PLAIN_VARIABLE = 16
 _ALSO_CALLED = {

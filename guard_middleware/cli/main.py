@@ -1,4 +1,4 @@
-"""``python -m guard_middleware``: what needs no further packages."""
+"""``python -m guard_middleware``: what operators need, without further packages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from guard_middleware.core.commands import Action, Operate
 from guard_middleware.errors import GuardError
 from guard_middleware.guard import Guard
 from guard_middleware.queueing.drain import drain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from guard_middleware.store.base import Store
+
+_BREAKER = {"open": Action.OPEN, "close": Action.CLOSE, "reset": Action.RESET}
+_OPEN_S = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,25 +27,80 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; the process's own if not given.
 
     Returns:
-        The exit status: 0 done, 1 refused or not possible now.
+        The exit status: 0 done, 1 refused or not possible now, 2 a wrong command line.
     """
+    parsed = _parser().parse_args(arguments)
+    try:
+        guard = Guard.from_settings()
+        if getattr(parsed, "model", None) is not None:
+            guard.settings.endpoint(parsed.model)
+        store = guard.make_store()
+        try:
+            print(_run(parsed, store))
+        finally:
+            store.close()
+    except GuardError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m guard_middleware", description="Tools of guard_middleware.")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("status", help="each endpoint: in flight, limit, waiting, breaker")
+    for name, told in (("pause", "admit nothing on an endpoint until resume"), ("resume", "end a pause")):
+        commands.add_parser(name, help=told).add_argument("model", metavar="MODEL")
+    ceiling = commands.add_parser("ceiling", help="override an endpoint's ceiling, live, until it is cleared")
+    ceiling.add_argument("model", metavar="MODEL")
+    ceiling.add_argument("value", metavar="N|clear", type=_ceiling)
+    breaker = commands.add_parser("breaker", help="force an endpoint's breaker")
+    breaker.add_argument("model", metavar="MODEL")
+    breaker.add_argument("state", choices=sorted(_BREAKER))
+    breaker.add_argument("--seconds", type=float, default=_OPEN_S, help="how long open (%(default)s)")
     draining = commands.add_parser(
         "drain", help="put parked messages back at the tail of their queues, so that the guard can be uninstalled"
     )
     draining.add_argument("queues", nargs="+", metavar="QUEUE", help="a queue of Dramatiq's")
     draining.add_argument("--broker-namespace", default="dramatiq", help="the RedisBroker's namespace (%(default)s)")
     draining.add_argument("--force", action="store_true", help="also while a guarded worker consumes the queue")
-    parsed = parser.parse_args(arguments)
-    try:
-        store = Guard.from_settings().make_store()
-        try:
+    return parser
+
+
+def _ceiling(text: str) -> int:
+    """Read a ceiling; 0 stands for "clear"."""
+    if text == "clear":
+        return 0
+    if not text.isdecimal() or int(text) < 1:
+        msg = "a whole number of at least 1, or clear; to stop an endpoint, pause it"
+        raise argparse.ArgumentTypeError(msg)
+    return int(text)
+
+
+def _run(parsed: argparse.Namespace, store: Store) -> str:
+    match parsed.command:
+        case "status":
+            return _status(store)
+        case "drain":
             moved = drain(store, parsed.queues, namespace=parsed.broker_namespace, force=parsed.force)
-        finally:
-            store.close()
-    except GuardError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 1
-    print(f"{moved} messages put back")
-    return 0
+            return f"{moved} messages put back"
+        case "pause" | "resume":
+            action, value = Action(parsed.command), 0
+        case "ceiling":
+            action, value = (Action.OVERRIDE if parsed.value else Action.CLEAR_OVERRIDE), parsed.value
+        case _:
+            action, value = _BREAKER[parsed.state], round(parsed.seconds * 1000)
+    store.operate(Operate(action=action, target=parsed.model, value=value))
+    return _status(store)
+
+
+def _status(store: Store) -> str:
+    snapshot = store.snapshot()
+    lines = []
+    for one in snapshot.endpoints.values():
+        breaker = "paused" if one.paused else one.breaker
+        rest = f" for {one.open_for_ms / 1000:.1f} s" if one.open_for_ms else ""
+        waiting = ", ".join(f"{count} of rank {rank}" for rank, count in sorted(one.waiting.items())) or "nobody"
+        lines.append(f"{one.id}: {one.in_flight} in flight of {one.limit}, breaker {breaker}{rest}, waiting: {waiting}")
+    lines += [f"group {group}: {total} of {budget}" for group, (total, budget) in snapshot.groups.items()]
+    return "\n".join(lines) or "no live process has published an endpoint"

@@ -6,6 +6,7 @@ or integers, and ids come back as text; only payloads stay bytes.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from guard_middleware.core.commands import EndpointSnapshot, Reply, Snapshot, Status, Take
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Value = str | int
 _NOTHING: tuple[Any, ...] = (0, b"", -1, -1, 0, 0, b"", 0, b"", 0, 0)
 _NO_LISTS: tuple[list[Any], ...] = ([], [], [], [])
+_BRIEF = 4
 _FIXED = len(_NOTHING)
 _TAKE = 12
 _STATUSES = {int(status): status for status in Status}
@@ -177,6 +179,8 @@ def decode_reply(raw: list[Any]) -> Reply:
         StoreUnavailable: if it is not such a reply.
     """
     try:
+        if len(raw) == _BRIEF:
+            return _brief(*raw)
         status, epoch, next_ms, waiting, expires_at_ms, generation, endpoint, probe, reason, retry_after_ms, count = (
             *raw[:_FIXED],
             *_NOTHING[len(raw) :],
@@ -202,6 +206,12 @@ def decode_reply(raw: list[Any]) -> Reply:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as exc:
         msg = f"the store's reply cannot be read ({type(exc).__name__}): is something else answering on its address?"
         raise StoreUnavailable(msg) from exc
+
+
+@lru_cache(maxsize=256)
+def _brief(status: int, epoch: bytes, next_ms: int, waiting: int) -> Reply:
+    """The answer to most releases: it is nearly always the same, so it is made once."""
+    return Reply(status=_STATUSES[status], epoch=epoch.decode(), next_ms=next_ms, waiting=waiting)
 
 
 def _lists(raw: list[Any]) -> list[list[Any]]:

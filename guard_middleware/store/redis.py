@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import redis
-import redis.connection
+from hiredis import pack_command
 from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, NoScriptError, ReadOnlyError, RedisError, ResponseError
 from redis.retry import Retry
@@ -36,10 +36,6 @@ OLDEST_SERVER = 7
 _DROPPING = (ReadOnlyError, BusyLoadingError)
 """Answers of a server that is not, or not yet, the one to talk to: connect anew, so that a failover is found."""
 _DROPPING_WORDS = ("READONLY", "LOADING", "MASTERDOWN")
-
-
-_pack: Any = getattr(getattr(redis.connection, "hiredis", None), "pack_command", None)
-"""The library's packer in C, if it has one, without its wrapper in Python, which costs as much as all the rest."""
 
 
 class RedisStore:
@@ -342,7 +338,7 @@ def _connect(pool: Any) -> Any:
 
 
 def _ask(connection: Any, words: tuple[Any, ...]) -> Any:
-    connection.send_packed_command([_pack(words)] if _pack else connection.pack_command(*words))
+    connection.send_packed_command([pack_command(words)])  # half the time of the connection's own packing
     return connection.read_response(disable_decoding=True)
 
 

@@ -50,6 +50,7 @@ class Play:
         self.enqueued, self.done = {}, set()
         self.fetched, self.leases, self.callers, self.commands = [], {}, [], []
         self.beats = dict.fromkeys(PROCESSES, 0)
+        self.lost = dict.fromkeys(PROCESSES, ())
         self.asserted, self.known, self.served, self.log = set(), set(), False, []
         moves = (
             (self.admit_fetched, 20), (self.finish, 18), (self.enqueue, 11), (self.beat, 10), (self.advance, 10),
@@ -219,10 +220,9 @@ class Play:
         mine = [lease for lease, one in self.leases.items() if one[0] == process]
         named = tuple(lease for index, lease in enumerate(mine) if b >> index % 8 & 1 or b < 128)
         give_back = tuple(lease for index, lease in enumerate(mine) if c == 128 + index % 16)
-        asserts = ()
-        if d % 4 == 3:
-            asserts = tuple(self.held(lease) for lease in mine)
-            self.asserted.update(mine)
+        missing = [lease for lease in self.lost[process] if lease in self.leases]
+        asserts = tuple(self.held(lease) for lease in (mine if d % 8 == 7 else missing if d % 8 < 6 else ()))
+        self.asserted.update(one.lease for one in asserts)
         for lease in give_back:
             self.leases.pop(lease, None)
         queues = (QUEUES[: 1 + PROCESSES.index(process)], QUEUES, QUEUES[1:], ())[(0, 0, 0, 1, 1, 2, 3, 0)[e % 8]]
@@ -234,7 +234,8 @@ class Play:
     def send_beat(self, process, **more):
         self.beats[process] += 1
         worker = "" if process == "P3" else self.worker(process)
-        self.ask(Beat(process=process, id=f"b{process}{self.beats[process]}", worker=worker, **more))
+        reply = self.ask(Beat(process=process, id=f"b{process}{self.beats[process]}", worker=worker, **more))
+        self.lost[process] = reply.lost
 
     def held(self, lease):
         process, home, rank, message, given = self.leases[lease]

@@ -361,7 +361,7 @@ def test_zero_of_a_model_has_one_meaning() -> None:
     for field in COUNTS[:3]:
         message = refusal(models=[{"id": "a", field: 0}])
         assert f"- GUARD_MODELS[0].{field} must be a whole number from 1" in message
-        assert "guardctl pause" in message
+        assert "guard_middleware pause" in message
 
 
 @pytest.mark.parametrize("field", ["fallback_other_model", "server_priority"])

@@ -195,8 +195,8 @@ def test_one_is_one_also_in_quotes(variable: str, value: object) -> None:
 
 def test_zero_ceiling_is_told_how_to_pause() -> None:
     """Whoever writes 0 to stop an endpoint learns the command for it."""
-    assert "guardctl pause" in refusal(model_max_concurrent_requests=0)
-    assert "guardctl pause" in refusal(models=[{"id": "a", "max_concurrent_requests": 0}])
+    assert "guard_middleware pause" in refusal(model_max_concurrent_requests=0)
+    assert "guard_middleware pause" in refusal(models=[{"id": "a", "max_concurrent_requests": 0}])
 
 
 @pytest.mark.parametrize("variable", sorted(SECONDS))
