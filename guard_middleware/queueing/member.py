@@ -65,6 +65,7 @@ class Member:
         self._lock = threading.Lock()
         self._to_requeue: list[tuple[str, str]] = []
         self._turns: dict[int, _Turn] = {}
+        self._in_message: set[int] = set()
         self._store = guard.make_store()
         self._low_queues = False
         self._parks: bool | None = None if private.namespace_of(broker) is not None else False
@@ -121,7 +122,9 @@ class Member:
         Args:
             ending: how many of the busy ones are about to be idle.
         """
-        return 0 if self.heartbeat.leaving else private.idle_threads(self._dramatiq, ending=ending)
+        if self.heartbeat.leaving:
+            return 0
+        return private.idle_threads(self._dramatiq, self._in_message, ending=ending)
 
     def queues(self) -> tuple[tuple[str, str], ...]:
         """The queues into which messages can be taken now."""
@@ -192,6 +195,7 @@ class Member:
         except Exception as exc:  # noqa: BLE001  # whatever it is, the lease ends
             events.debug("guard.release_later", endpoint=holding.endpoint, error=type(exc).__name__)
             self.heartbeat.finish_later(finish)
+        self.heartbeat.poke(extra=1)  # the thread that would have run it can run another one
 
     # -- before the actor ------------------------------------------------------------------------------------------
 
@@ -202,6 +206,7 @@ class Member:
             GuardSkip: it was parked, postponed, or is not this worker's any more; or it is to be dead-lettered.
         """
         self._let_go_of(threading.get_ident())
+        self._in_message.add(threading.get_ident())
         set_current_delivery(None)
         set_current(None)
         set_message_priority(None)
@@ -254,9 +259,7 @@ class Member:
                 turn.doubt = None
                 self._postpone(proxy, reply)
             case _:
-                events.debug(
-                    "guard.deferred", endpoint=asked.model, priority=asked.priority.value, reason=reply.reason
-                )
+                events.debug("guard.deferred", endpoint=asked.model, priority=asked.priority.value, reason=reply.reason)
                 self._skip(proxy)
 
     def _answer(
@@ -476,6 +479,10 @@ class Member:
             elif self.heartbeat.waiting and not self.heartbeat.leaving:
                 self.heartbeat.poke(extra=1)
         self._let_go_of(ident)
+
+    def acked(self) -> None:
+        """This thread is done with its message."""
+        self._in_message.discard(threading.get_ident())
 
     def _give_up(self, proxy: MessageProxy, taken: Holding) -> None:
         """Another middleware ended a taken message before the guard saw it."""

@@ -138,6 +138,16 @@ class GuardMiddleware(Middleware):
         """End what the wrapper never began."""
         self.after_process_message(broker, message)
 
+    def after_ack(self, broker: Broker, message: MessageProxy) -> None:
+        """The thread is done with its message."""
+        member = member_of(broker)
+        if member is not None:
+            member.acked()
+
+    def after_nack(self, broker: Broker, message: MessageProxy) -> None:
+        """The thread is done with its message."""
+        self.after_ack(broker, message)
+
     def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
         """Take nothing more, and give back what has not begun."""
         member = member_of(broker)

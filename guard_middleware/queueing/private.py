@@ -18,7 +18,7 @@ from dramatiq.message import Message
 from dramatiq.middleware import MiddlewareError, SkipMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from dramatiq import Broker, Worker
 
@@ -141,16 +141,23 @@ def decode(payload: bytes) -> MessageProxy:
     return MessageProxy(Message.decode(payload))
 
 
-def idle_threads(worker: Worker, *, ending: int = 0) -> int:
+def idle_threads(worker: Worker, in_message: Collection[int | None], *, ending: int = 0) -> int:
     """How many worker threads could begin a message now, those that what was fetched will need not counted.
 
-    A task is unfinished from the moment it is put into the work queue until its message has been acked.
+    A task is unfinished from the moment it is put into the work queue until its message has been acked; for good, if
+    its thread died in between.
 
     Args:
         worker: whose threads.
+        in_message: ids of the threads that have begun with a message and not acked it.
         ending: how many of the unfinished messages are about to end.
     """
-    able = sum(thread.running and not thread.paused and thread.is_alive() for thread in worker.workers)
+    able = 0
+    for thread in worker.workers:
+        if not thread.is_alive():
+            ending += thread.ident in in_message
+        elif thread.running and not thread.paused:
+            able += 1
     return max(0, able - max(0, worker.work_queue.unfinished_tasks - ending))
 
 

@@ -181,13 +181,14 @@ def decode_reply(raw: list[Any]) -> Reply:
     try:
         if len(raw) == _BRIEF:
             return _brief(*raw)
-        status, epoch, next_ms, waiting, expires_at_ms, generation, endpoint, probe, reason, retry_after_ms, count = (
+        status = _STATUSES[raw[0]]
+        _, epoch, next_ms, waiting, expires_at_ms, generation, endpoint, probe, reason, retry_after_ms, count = (
             *raw[:_FIXED],
             *_NOTHING[len(raw) :],
         )
         lost, stolen, woken, takes = _lists(raw) if len(raw) > _FIXED else _NO_LISTS
         return Reply(
-            status=_STATUSES[status],
+            status=status,
             reason=reason.decode(),
             retry_after_ms=retry_after_ms,
             endpoint=endpoint.decode(),

@@ -269,10 +269,13 @@ class Wakeups:
         self._pubsub = client.pubsub()  # type: ignore[no-untyped-call]  # the library leaves it untyped
         try:
             self._pubsub.subscribe(channel)
-            self._next(timeout_s=client.connection_pool.connection_kwargs.get("socket_timeout") or 5.0)
+            confirmed = self._next(timeout_s=client.connection_pool.connection_kwargs.get("socket_timeout") or 5.0)
         except (RedisError, OSError) as exc:
             self.close()
             raise _silent(exc) from exc
+        if confirmed is None:
+            self.close()
+            raise _silent(TimeoutError())
 
     def get(self, timeout_s: float) -> str | None:
         """Wait for a notification.

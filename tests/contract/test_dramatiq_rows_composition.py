@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import prometheus_client  # before Dramatiq's Prometheus asks for files: it decides about them once, when imported
 import pytest

@@ -324,7 +324,7 @@ def test_row_12_32_a_message_that_no_thread_had_time_for_comes_again_and_runs_on
         for _ in range(3):
             busy.send()
         wait_until(lambda: len(bench.begun) == 3, 5)
-    monkeypatch.setattr(bench.member, "idle", lambda: 1)
+    monkeypatch.setattr(bench.member, "idle", lambda **_: 1)
     takes = []
     sound = bench.member.deliver
     monkeypatch.setattr(bench.member, "deliver", lambda found: (takes.append(1), sound(found)))

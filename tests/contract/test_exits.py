@@ -296,6 +296,61 @@ def test_dramatiqs_own_time_limit_frees_the_permit_of_a_blocked_call_when_it_com
     assert bench.threads_alive()
 
 
+def test_what_was_taken_and_not_begun_goes_back_when_the_shutdown_begins_not_when_it_ends(make_bench, monkeypatch):
+    """A drain may take as long as the longest call: others run meanwhile what this worker had taken."""
+    # Given a worker that has taken a message, but whose only thread is busy
+    bench, other = make_bench(), make_bench()
+    gate = bench.gate()
+    busy = bench.actor(lambda: gate.wait(20), actor_name="busy", model=None)
+    work = bench.actor(lambda: None, actor_name="work")
+    other.actor(lambda: None, actor_name="work")
+    worker = bench.start(threads=1)
+    bench.pause()
+    message = work.send()
+    bench.wait_parked(1)
+    busy.send()
+    wait_until(lambda: bench.begun, 5)
+    monkeypatch.setattr(bench.member, "idle", lambda **_: 1)
+    bench.resume()
+    wait_until(lambda: worker.work_queue.qsize() == 1, 5)
+    # When it is told to stop, and is not done
+    stop = threading.Thread(target=worker.stop)
+    stop.start()
+    # Then another worker runs the message
+    other.start(threads=1)
+    other.wait_ended(message, timeout_s=AT_ONCE_S)
+    assert stop.is_alive()
+    gate.set()
+    stop.join(10)
+    bench.workers.remove(worker)
+    bench.wait_idle()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_died_is_not_waited_for(make_bench):
+    """An interrupt in its own code can cost Dramatiq a thread: what waits in line is taken for those that are left."""
+
+    class Deadly(Middleware):
+        def before_ack(self, broker, message):
+            if message.actor_name == "deadly":
+                raise TimeLimitExceeded
+
+    bench = make_bench(before=[Deadly()])
+    deadly = bench.actor(lambda: None, actor_name="deadly", max_retries=0)
+    work = bench.actor(lambda: None, actor_name="work")
+    bench.start(threads=2)
+    deadly.send()
+    wait_until(lambda: not bench.threads_alive(), 5)
+    bench.pause()
+    message = work.send()
+    bench.wait_parked(1)
+    wait_until(lambda: bench.member.idle() == 1, 5)
+    # When time alone frees the permit, Then the other thread runs the message
+    bench.resume()
+    bench.wait_ended(message)
+    wait_until(lambda: bench.leases() == 0, AT_ONCE_S)
+
+
 @pytest.mark.parametrize("polite", [True, False])
 def test_a_worker_that_shuts_down_leaves_no_permit_behind(make_bench, polite):
     """With one message running, one taken and not begun, and some parked: after the stop nothing is leased."""

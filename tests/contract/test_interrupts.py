@@ -24,7 +24,10 @@ from tests.support.deployment import wait_until
 PACKAGE = Path(guard_middleware.__file__).parent
 TRACED = {
     str(file)
-    for file in [*PACKAGE.glob("queueing/*.py"), *(PACKAGE / name for name in ("heartbeat.py", "holdings.py", "permit.py"))]
+    for file in [
+        *PACKAGE.glob("queueing/*.py"),
+        *(PACKAGE / name for name in ("heartbeat.py", "holdings.py", "permit.py")),
+    ]
 }
 NOT_OURS = {"after_process_message", "after_skip_message", "filter"}
 """Not struck: the entry of an after-hook, before its `try`, is as that of any middleware; `filter` runs in Dramatiq's log
@@ -244,7 +247,9 @@ class StoreAway(Scene):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", [Runs, Raises, Parks, IsTaken, HandsOn, ParksAgain, StoreAway])
-def test_an_interrupt_at_any_line_leaves_no_permit_and_neither_loses_nor_doubles_the_message(make_bench, monkeypatch, scene):
+def test_an_interrupt_at_any_line_leaves_no_permit_and_neither_loses_nor_doubles_the_message(
+    make_bench, monkeypatch, scene
+):
     """At each line in turn: the lease is released, the message runs once, the thread lives.
 
     Except that an interrupt at the last line of a body, or right behind it, costs a second run, with a guard or without.

@@ -113,7 +113,7 @@ def test_a_message_that_was_parked_five_times_gives_its_value_and_none_never_sto
 
 
 def test_a_pipeline_whose_middle_had_to_wait_runs_its_end_once_with_the_middles_value(deployment, client):
-    """a | b | c with b parked: c runs once, with b's value."""
+    """A | b | c with b parked: c runs once, with b's value."""
     chain = pipeline(
         [
             message_of("plain_value", 1, queue="plain"),

@@ -196,9 +196,7 @@ class Bench:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def start(
-        self, *, threads: int = 2, queues: set[str] | None = None, worker_timeout: int = 50
-    ) -> dramatiq.Worker:
+    def start(self, *, threads: int = 2, queues: set[str] | None = None, worker_timeout: int = 50) -> dramatiq.Worker:
         """Start a worker as Dramatiq's CLI does."""
         worker = dramatiq.Worker(self.broker, worker_timeout=worker_timeout, worker_threads=threads, queues=queues)
         self.workers.append(worker)

@@ -244,16 +244,36 @@ def the_workers_threads_and_consumers_are_as_expected(world: World) -> None:
         wait_until(lambda: private.consumed_queues(worker) == ("q",), 5)
         assert isinstance(private.consumer_of(worker, "q"), dramatiq_worker.ConsumerThread)
         assert private.consumer_of(worker, "other") is None
-        wait_until(lambda: private.idle_threads(worker) == 2, 5)
+        wait_until(lambda: private.idle_threads(worker, ()) == 2, 5)
         world.send()
         wait_until(lambda: inside == [True], 5)
-        assert private.idle_threads(worker) == 1
+        assert private.idle_threads(worker, ()) == 1
+        assert private.idle_threads(worker, (), ending=1) == 2
         gate.set()
-        wait_until(lambda: private.idle_threads(worker) == 2, 5)
+        wait_until(lambda: private.idle_threads(worker, ()) == 2, 5)
         worker.pause()
-        assert private.idle_threads(worker) == 0
+        assert private.idle_threads(worker, ()) == 0
         assert private.consumed_queues(worker) == ()
         worker.resume()
+
+
+@check
+def a_voided_delivery_is_acked_without_a_command(world: World) -> None:
+    """The consumer's `ack` can be replaced on the object, and `queued_message_ids` is what it counts by."""
+    dramatiq.actor(lambda: None, actor_name="work", broker=world.broker, queue_name="q")
+    with world.working() as worker:
+        wait_until(lambda: private.consumed_queues(worker) == ("q",), 5)
+        thread = private.consumer_of(worker, "q")
+        proxy = private.decode(world.send("other").encode())
+        proxy._message.__dict__["queue_name"] = "q"
+        thread.consumer.queued_message_ids.add(proxy.message_id)
+        private.void(proxy)
+        private.spare_ack(worker, proxy)
+        sent, sound = [], world.broker._dispatch
+        world.broker._dispatch = lambda command: (sent.append(command), sound(command))[1]
+        thread.post_process_message(proxy)
+        assert "ack" not in sent
+        assert proxy.message_id not in thread.consumer.queued_message_ids
 
 
 @check

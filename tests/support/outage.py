@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 APP = "tests.support.breaker_app"
 SLACK_S = 0.005
 """The store's clock has whole milliseconds, and is not the model server's."""
-PROMPT_S = 2.0
+PROMPT_S = 1.5
 """How late the first call after a pause may come, on a machine that is busy with other things. A pause whose end nobody
 noticed lasts until the next heartbeat, which is further away in these tests."""
 START_S = 90

@@ -6,8 +6,6 @@ import copy
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from guard_middleware.core.commands import Action, Operate, ParkAs, Status
 from guard_middleware.core.outcome import Outcome
@@ -297,44 +295,3 @@ def test_snapshot_shows_what_is():
     assert shot.lines["e", NAMESPACE, "q"] == (second.id, first.id, third.id)
     assert shot.leases == {held[1].lease: ("e", 1, "p")}
     assert set(shot.processes) == {"p", "r"}
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["arrive", "call", "finish", "beat", "time"]),
-            st.integers(0, 3),
-            st.integers(1, 2),
-            st.sampled_from(list(Outcome)),
-            st.booleans(),
-        ),
-        max_size=25,
-    )
-)
-def test_any_command_repeated_at_once_changes_nothing(steps):
-    """Whatever the state, each verb twice is each verb once."""
-    world = World(spec(ceiling=2, reserve=1))
-    for what, rank, cost, outcome, flag in steps:
-        live = list(world.workers["p"].calls.values())
-        if what == "arrive":
-            world.enqueue()
-            ask = world.command(message=world.fetch(), rank=rank, cost=cost, take=int(flag), idle=0)
-            repeat(world, "admit", ask)
-            world.admit(ask)
-        elif what == "call":
-            ask = world.command(rank=rank, cost=cost, wait=flag)
-            first = world.rule.admit(ask, world.now)
-            state = state_of(world)
-            again = world.admit(ask)
-            assert again.status is first.status
-            assert state_of(world) == state
-        elif what == "finish" and live:
-            park = ParkAs.OVERLOADED if outcome is Outcome.OVERLOAD and live[0].message else ParkAs.NO
-            repeat(world, "finish", world.ending(live[0], outcome, park=park, take=int(flag), idle=1))
-            world.finish(live[0], outcome, park=park, take=int(flag), idle=1)
-        elif what == "beat":
-            beat = world.beating(take=rank, idle=rank)
-            repeat(world, "beat", beat)
-            world.taken("p", world.rule.beat(beat, world.now))
-        else:
-            world.pass_time(700)
