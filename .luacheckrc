@@ -7,3 +7,4 @@ std = {
   },
 }
 max_line_length = 120
+max_comment_line_length = false -- the first line of a written script lists what luacheck may pass over

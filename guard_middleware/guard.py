@@ -231,9 +231,7 @@ class Guard:
             namespace=outer.namespace,
         )
 
-    def _ask(
-        self, heartbeat: Heartbeat, ask: Ask, priority: Priority, deadline_s: float
-    ) -> tuple[Holding, Reply]:
+    def _ask(self, heartbeat: Heartbeat, ask: Ask, priority: Priority, deadline_s: float) -> tuple[Holding, Reply]:
         """Ask until there is a lease, or until the time is over; then leave nothing behind."""
         try:
             while True:

@@ -464,10 +464,7 @@ class Reference(Servant):
                 if lease.expires_at_ms > now_ms
             },
             processes={process: known.idle for process, known in state.processes.items()},
-            lines={
-                line: tuple(sorted(waiters, key=waiters.__getitem__))
-                for line, waiters in state.lines.items()
-            },
+            lines={line: tuple(sorted(waiters, key=waiters.__getitem__)) for line, waiters in state.lines.items()},
         )
 
     # -- tombstones and replies ------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Enqueues(Middleware):
 
 @pytest.mark.parametrize("wait", ["parked", "delayed"])
 def test_row_14_waiting_burns_no_retry_even_with_none_allowed(make_bench, wait):
-    """Exception-based deferral counts against max_retries; waiting in line does not, neither for a permit nor a breaker."""
+    """Exception-based deferral counts against max_retries; waiting in line does not, for a permit or a breaker."""
     bench = make_bench()
     seen = []
     work = bench.actor(
@@ -149,7 +149,7 @@ def test_row_15_a_guard_on_the_wrong_side_of_prometheus_says_so_at_boot(make_ben
 
 
 def test_row_18_waiting_counts_as_age_and_a_message_too_old_takes_no_permit(make_bench):
-    """AgeLimit counts from the message's timestamp: past it, a parked message is dead-lettered once, without a permit."""
+    """AgeLimit counts from the message's timestamp: past it, a parked message is dead-lettered, without a permit."""
     bench = make_bench()
     work = bench.actor(lambda: None, actor_name="work", max_age=300)
     patient = bench.actor(lambda: None, actor_name="patient")
@@ -169,7 +169,7 @@ def test_row_18_waiting_counts_as_age_and_a_message_too_old_takes_no_permit(make
 
 
 def test_row_19_a_time_limit_inside_the_admission_strands_neither_message_nor_permit(make_bench, monkeypatch):
-    """The time limit is raised anywhere, also while the store is asked: what was given is released, once and at once."""
+    """The time limit is raised anywhere, also while the store is asked: what was given is released at once."""
     # Given an admission that is interrupted after the store has carried it out, before its answer is read
     bench = make_bench()
     work = bench.actor(lambda: None, actor_name="work", max_retries=1)
@@ -196,7 +196,7 @@ def test_row_19_a_time_limit_inside_the_admission_strands_neither_message_nor_pe
 
 
 def test_row_19_a_time_limit_inside_a_park_does_not_double_the_message(make_bench, monkeypatch):
-    """If the store has parked the message, the interrupted hook learns it and skips: no retry copy beside the parked one."""
+    """If the store has parked the message, the interrupted hook learns it and skips: there is no retry copy."""
     bench = make_bench()
     work = bench.actor(lambda: None, actor_name="work", max_retries=1)
     bench.start(threads=1)
@@ -321,7 +321,7 @@ def test_row_23_a_groups_completion_fires_once_after_all_members_have_run(make_b
 
 
 def test_row_24_a_parked_message_is_not_the_threads_current_message(make_bench):
-    """CurrentMessage is not cleared on a skip, so the guard stands before it: a parked message never becomes current."""
+    """CurrentMessage is not cleared on a skip, so the guard stands before it: a parked one never is current."""
 
     class AfterAck(Middleware):
         def __init__(self):

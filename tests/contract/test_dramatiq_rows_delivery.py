@@ -1,4 +1,4 @@
-"""Fetch, prefetch, priority, shutdown and crash (rows 32 to 41): where a message is, and who has the permit meanwhile."""
+"""Fetch, prefetch, priority, shutdown and crash (rows 32 to 41): where a message is, and who has its permit."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_row_36_a_worker_that_stops_gives_back_its_permits_and_leaves_everything
 
 @pytest.mark.slow
 def test_row_37_what_a_killed_worker_held_is_back_within_a_lease_and_can_be_admitted_anew(redis_url, tmp_path):
-    """Dramatiq itself brings a dead worker's messages back after a minute and by chance; what held permits comes at once."""
+    """Dramatiq brings a dead worker's messages back after a minute and by chance; what held permits, a lease later."""
     with Deployment(
         redis_url,
         tmp_path,
@@ -151,7 +151,7 @@ return wrong
 
 
 def test_row_38_a_message_is_in_exactly_one_place_at_every_instant(make_bench, redis_url, namespace):
-    """Ack and enqueue are two commands in Dramatiq; park and take are one each, so no instant has two copies or none."""
+    """Ack and enqueue are two commands in Dramatiq; park and take are one each: never two copies, never none."""
     bench = make_bench(models={"chat": {"max_concurrent_requests": 2}})
     twin = make_bench(models={"chat": {"max_concurrent_requests": 2}})
     for one in (bench, twin):
@@ -184,7 +184,7 @@ def test_row_38_a_message_is_in_exactly_one_place_at_every_instant(make_bench, r
 
 
 def test_row_38_a_lost_reply_neither_loses_nor_doubles_the_message(make_bench, monkeypatch):
-    """The connection breaks after the store has parked the message: the hook asks again and learns that it is parked."""
+    """The connection breaks after the store has parked the message: the hook asks again and learns of it."""
     bench = make_bench()
     work = bench.actor(lambda: None, actor_name="work", max_retries=0)
     bench.start(threads=1)
@@ -290,7 +290,7 @@ def test_row_41_the_permit_is_back_before_the_ack_which_may_be_retried_for_ever(
 
 
 def test_row_41_a_thread_whose_ack_failed_for_good_is_idle_again(make_bench, monkeypatch):
-    """If the ack ends in an error that Dramatiq only logs, the thread goes on; it counts as idle, and takes from the line."""
+    """If the ack ends in an error that Dramatiq only logs, the thread goes on: it counts as idle, and takes."""
     bench = make_bench()
     work = bench.actor(lambda: None, actor_name="work")
     plain = bench.actor(lambda: None, actor_name="plain", model=None, queue_name="plain")

@@ -44,7 +44,7 @@ class Spy(Middleware):
 )
 @pytest.mark.parametrize("place", ["admit", "options", "ask"])
 def test_row_01_an_exception_in_the_hook_never_lets_the_actor_run_unguarded(make_bench, monkeypatch, fault, place):
-    """Dramatiq swallows what a before-hook raises and runs the actor; the guard's hook lets nothing start, loses nothing.
+    """Dramatiq swallows what a before-hook raises and runs the actor; the guard starts nothing, and loses nothing.
 
     `Bench` asserts in each body that it has a permit; here the body must not even begin while the fault lasts.
     """
@@ -147,7 +147,7 @@ def test_row_02_nothing_but_a_skip_leaves_the_hook_and_no_retry_is_burned(make_b
 
 
 def test_row_03_interrupt_in_after_hook_runs_nothing_twice(make_bench, monkeypatch):
-    """An interrupt in an after-hook would let all hooks run again and Retries store a second copy of a finished message.
+    """An interrupt in an after-hook would let all hooks run again, and Retries store a copy of a finished message.
 
     In the guard's own after-hook it does neither: the body has ended, so there is nothing left to interrupt.
     """
@@ -179,7 +179,7 @@ def test_row_03_interrupt_in_after_hook_runs_nothing_twice(make_bench, monkeypat
 
 
 def test_row_03_hooks_that_run_twice_release_only_their_own_lease(make_bench):
-    """An interrupt in somebody else's after-hook runs the guard's again: the second time it takes nothing from anybody."""
+    """An interrupt in somebody else's after-hook runs the guard's again: it takes nothing from anybody."""
 
     # Given a middleware whose after-hook is interrupted once, after the guard's own has run
     class Interrupted(Middleware):
@@ -238,22 +238,20 @@ def test_row_04_a_skip_before_the_guard_gives_back_the_permit_that_came_with_the
 
 
 def test_row_05_the_proxy_keeps_its_queue_so_the_thread_lives_and_the_task_is_done(make_bench):
-    """A queue name changed in place would be a KeyError in the worker's `finally`: a dead thread, a message never acked."""
+    """A queue name changed in place would be a KeyError in the worker's `finally`: a dead thread, and no ack."""
 
     class Watch(Middleware):
-        seen = []
-
         def before_ack(self, broker, message):
-            self.seen.append((message.actor_name, message.queue_name))
+            seen.append((message.actor_name, message.queue_name))
 
-    bench = make_bench(after=[Watch()])
+    seen, bench = [], make_bench(after=[Watch()])
     work = bench.actor(lambda: None, actor_name="work", queue_name="own")
     worker = bench.start(threads=2)
     with bench.full():
         messages = [work.send() for _ in range(5)]
         bench.wait_parked(5)
-        wait_until(lambda: len(Watch.seen) == 5, 5)
-        assert set(Watch.seen) == {("work", "own")}
+        wait_until(lambda: len(seen) == 5, 5)
+        assert set(seen) == {("work", "own")}
         assert worker.work_queue.unfinished_tasks == 0
     bench.wait_ended(*messages)
     bench.wait_idle()
@@ -262,7 +260,7 @@ def test_row_05_the_proxy_keeps_its_queue_so_the_thread_lives_and_the_task_is_do
 
 
 def test_row_06_a_parked_messages_arguments_are_not_in_the_log_and_other_skips_still_are(make_bench, caplog):
-    """The worker warns about each skip with all arguments: for the guard's own skips that would put prompts in the log."""
+    """The worker warns about each skip with all arguments: the guard's own skips would put prompts in the log."""
 
     class SkipOther(Middleware):
         def before_process_message(self, broker, message):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from dramatiq.errors import Retry
-from dramatiq.middleware import Middleware, MiddlewareError, SkipMessage, TimeLimit, TimeLimitExceeded
+from dramatiq.middleware import CurrentMessage, Middleware, MiddlewareError, SkipMessage, TimeLimit, TimeLimitExceeded
 from dramatiq.middleware.shutdown import Shutdown
 from dramatiq.threading import raise_thread_exception
 
@@ -29,44 +29,49 @@ class Bad(MiddlewareError):
 
 
 def returns():
+    """Ends with a value."""
     return "value"
 
 
 def returns_none():
-    return None
+    """Ends without one."""
+    return
 
 
 def raises():
+    """Fails."""
     msg = "a fault of its own"
     raise ValueError(msg)
 
 
 def retries():
+    """Asks for a retry."""
     raise Retry(delay=10)
 
 
 def unheard():
+    """Ends with what nobody knows."""
     raise Unheard
 
 
 def leaves():
+    """Ends with what would end a process."""
     raise SystemExit
 
 
 def skips():
+    """Skips its own message."""
     raise SkipMessage
 
 
-def denied():
-    raise AdmissionDenied("chat", "orchestration", "endpoint_full", 0)
-
-
 def times_out():
+    """Is over its time limit."""
     raise_thread_exception(threading.get_ident(), TimeLimitExceeded)
     interruptible_wait(threading.Event(), 5)
 
 
 def shut_down():
+    """Is interrupted by the worker's shutdown."""
     raise_thread_exception(threading.get_ident(), Shutdown)
     interruptible_wait(threading.Event(), 5)
 
@@ -88,7 +93,7 @@ EXITS = {
 @pytest.mark.parametrize("arrival", ["fresh", "from the line"])
 @pytest.mark.parametrize("name", EXITS)
 def test_body_gives_its_permit_back(make_bench, name, arrival):
-    """Whatever way the body ends, the permit is free at once, the thread lives, and Dramatiq goes on as without a guard."""
+    """However the body ends, the permit is free at once, the thread lives, Dramatiq goes on as without a guard."""
     body, times = EXITS[name]
     bench = make_bench(model_circuit_breaker=False)
     work = bench.actor(body, actor_name="work", max_retries=1)
@@ -143,23 +148,28 @@ class Acts(Middleware):
 
 
 def skip(message):
+    """Skip it."""
     raise SkipMessage
 
 
 def skip_and_fail(message):
+    """Dead-letter it."""
     message.fail()
     raise SkipMessage
 
 
 def only_fail(message):
+    """Fail it, and let it go on."""
     message.fail()
 
 
 def error(message):
+    """End it with an error that Dramatiq lets through."""
     raise Bad
 
 
 def interrupt(message):
+    """End it as a time limit would."""
     raise TimeLimitExceeded
 
 
@@ -167,7 +177,7 @@ def interrupt(message):
 @pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize("act", [skip, skip_and_fail, only_fail, error, interrupt], ids=lambda act: act.__name__)
 def test_another_middleware_that_ends_the_message_leaves_no_permit_behind(make_bench, act, side, arrival):
-    """Before the guard or after it: skip, fail, error or interrupt; the body never begins, the permit is free at once."""
+    """Before the guard or after it, skip, fail, error or interrupt: no body begins, the permit is free at once."""
     acts = Acts(act)
     bench = make_bench(**{side: [acts]})
     work = bench.actor(lambda: None, actor_name="work", max_retries=0)
@@ -194,7 +204,7 @@ def test_another_middleware_that_ends_the_message_leaves_no_permit_behind(make_b
 
 
 def test_a_coroutine_that_outlives_its_interrupt_keeps_the_permit_until_it_ends(make_bench):
-    """Dramatiq waits one second for a cancelled coroutine and goes on; the server still has the call, so has the lease."""
+    """Dramatiq waits one second for a cancelled coroutine and goes on; the server still has the call."""
     bench = make_bench(coroutines=True, model_circuit_breaker=False)
     gate, threads = bench.gate(), []
 
@@ -248,7 +258,7 @@ def test_a_coroutine_whose_actor_has_ended_does_not_start_any_more(make_bench):
     wait_until(lambda: bench.leases() == 1, 5)
     (ident,) = bench.member._turns
     raise_thread_exception(ident, TimeLimitExceeded)
-    wait_until(lambda: bench.dead(), 5)
+    wait_until(bench.dead, 5)
     wait_until(lambda: bench.leases() == 0, AT_ONCE_S)
     gate.set()
     wait_until(lambda: worker.work_queue.unfinished_tasks == 0, 5)
@@ -279,6 +289,29 @@ def test_a_time_limit_counts_as_one_time_out_and_the_message_waits_for_the_serve
     assert bench.threads_alive()
 
 
+def test_a_body_that_was_denied_a_further_permit_gives_its_own_back_and_waits(make_bench):
+    """AdmissionDenied is somebody else's capacity: the message parks, burns no retry, and holds nothing meanwhile."""
+    bench = make_bench()
+    seen = []
+
+    def body():
+        seen.append(CurrentMessage.get_current_message().options.get("retries", 0))
+        if len(seen) == 1:
+            raise AdmissionDenied("chat", "orchestration", "endpoint_full", 0)
+
+    work = bench.actor(body, actor_name="work", max_retries=0)
+    other = bench.actor(lambda: None, actor_name="other")
+    bench.start(threads=1)
+    message = work.send()
+    wait_until(lambda: seen, 5)
+    bench.wait_ended(other.send(), timeout_s=AT_ONCE_S)  # it has the one permit
+    assert bench.count_of(message) == (1, 0)
+    bench.wait_ended(message)
+    bench.wait_idle()
+    assert seen == [0, 0]
+    assert bench.dead() == []
+
+
 @pytest.mark.slow
 def test_dramatiqs_own_time_limit_frees_the_permit_of_a_blocked_call_when_it_comes_back(make_bench):
     """The exception is raised only when Python code runs again: the lease is held while the thread is blocked."""
@@ -292,7 +325,7 @@ def test_dramatiqs_own_time_limit_frees_the_permit_of_a_blocked_call_when_it_com
     begun_at = time.monotonic()
     wait_until(lambda: bench.leases() == 0, 5)
     assert time.monotonic() - begun_at > 0.8
-    wait_until(lambda: bench.dead(), 5)
+    wait_until(bench.dead, 5)
     assert bench.threads_alive()
 
 

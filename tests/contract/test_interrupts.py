@@ -11,6 +11,7 @@ import linecache
 import sys
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from dramatiq.middleware import CurrentMessage, Middleware, TimeLimitExceeded
@@ -30,8 +31,8 @@ TRACED = {
     ]
 }
 NOT_OURS = {"after_process_message", "after_skip_message", "filter"}
-"""Not struck: the entry of an after-hook, before its `try`, is as that of any middleware; `filter` runs in Dramatiq's log
-call. An interrupt there costs Dramatiq the thread, or the ack of a message that has failed, with a guard or without."""
+"""Not struck: the entry of an after-hook, before its `try`, is as that of any middleware; `filter` runs in Dramatiq's
+log call. An interrupt there costs Dramatiq the thread, or acks a message that has failed, with a guard or without."""
 WRAPPER = {"guarded_fn", "end"}
 """Around the body: before their `try` or after it, an interrupt is as one at the last line of the body."""
 
@@ -100,7 +101,7 @@ class Scene:
 
     waits = False
     """Whether the message is parked before the strike is armed."""
-    settings = {"model_circuit_breaker": False}
+    settings: ClassVar = {"model_circuit_breaker": False}
     strikes_before = strikes_after = True
     """Whether the lines before the body begins are struck, and those after it; each is in some scene."""
 
@@ -217,7 +218,7 @@ class ParksAgain(Scene):
 
     strikes_before = False
     raised = None
-    settings = {"model_breaker_base_cooldown_s": 0.01}
+    settings: ClassVar = {"model_breaker_base_cooldown_s": 0.01}
 
     def body(self):
         message = CurrentMessage.get_current_message()
@@ -252,7 +253,7 @@ def test_an_interrupt_at_any_line_leaves_no_permit_and_neither_loses_nor_doubles
 ):
     """At each line in turn: the lease is released, the message runs once, the thread lives.
 
-    Except that an interrupt at the last line of a body, or right behind it, costs a second run, with a guard or without.
+    Except that an interrupt at the last line of a body, or right behind it, costs a second run: guard or no guard.
     """
     monkeypatch.setattr(member, "_FIRST_PAUSE_S", 0.002)
     # Given one undisturbed run, to count the lines

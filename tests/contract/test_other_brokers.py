@@ -1,4 +1,4 @@
-"""Where messages cannot be parked, a copy comes back later: on other brokers, and with the guard on a Redis of its own."""
+"""Where messages cannot be parked, a copy comes back later: other brokers, and a guard on a Redis of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results, pipelines and groups of messages that had to wait: what an unguarded run would give, and never None first."""
+"""Results, pipelines and groups of messages that had to wait: as in an unguarded run, and never None first."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ def client(deployment):
 
 
 def results_of(deployment):
+    """The namespace of the application's results."""
     return f"{deployment.broker_namespace}-results"
 
 
 def message_of(actor, *args, queue="orchestration", **options):
+    """A message to one of the application's actors."""
     return Message(queue_name=queue, actor_name=actor, args=args, kwargs={}, options=options)
 
 
@@ -67,6 +69,7 @@ def full(deployment):
 
 
 def callbacks(deployment):
+    """What the callback actors have written down."""
     return [json.loads(one) for one in deployment.redis.lrange(f"{deployment.broker_namespace}:called", 0, -1)]
 
 

@@ -24,7 +24,7 @@ def test_a_hundred_messages_without_a_single_retry_all_run_through_a_ceiling_of_
 
 
 def test_one_failure_of_each_message_costs_each_one_retry_however_often_it_waited(deploy):
-    """Each message's first real call fails: retries is 1 for all, and they come back after the first backoff, not a later."""
+    """Each message's first real call fails: retries is 1 for all, however long they wait in line."""
     # Given a server that answers each message's first call with a plain fault, which says nothing about capacity
     deployment = deploy(
         endpoints=[FakeEndpoint(name="chat", base_ms=20), FakeEndpoint(name="embed")],

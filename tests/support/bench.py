@@ -317,11 +317,8 @@ class Bench:
 
 
 def interruptible_wait(gate: threading.Event, seconds: float = 20) -> bool:
-    """Wait in small steps, so that an exception raised in this thread arrives: a blocked thread cannot be interrupted."""
-    for _ in range(int(seconds / 0.005)):
-        if gate.wait(0.005):
-            return True
-    return False
+    """Wait in small steps, so that an exception that is raised in this thread arrives."""
+    return any(gate.wait(0.005) for _ in range(int(seconds / 0.005)))
 
 
 async def stubborn_wait(gate: threading.Event) -> None:

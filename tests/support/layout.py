@@ -40,7 +40,7 @@ from dramatiq.rate_limits.backends import StubBackend as Barriers
 from dramatiq.results import Results
 from dramatiq.results.backends import RedisBackend
 
-from guard_middleware.queueing import private
+from guard_middleware.queueing import low_queue, private
 from tests.support.bench import Bench
 from tests.support.deployment import wait_until
 
@@ -179,7 +179,7 @@ def a_voided_proxy_can_do_nothing(world: World) -> None:
 
 @check
 def queue_size_counts_a_parked_message(world: World) -> None:
-    """`qsize`, and with it `join`, counts payloads: a message that stands in no list and no ack set is not forgotten."""
+    """`qsize`, and with it `join`, counts payloads: a message in no list and no ack set is not forgotten."""
     _, _, ident = world.fetched()
     world.redis.srem(f"{world.namespace}:__acks__.{world.broker.broker_id}.q", ident)
     assert world.broker.do_qsize("q") == 1
@@ -230,7 +230,7 @@ def a_pushed_message_comes_out_before_everything_fetched(world: World) -> None:
 
 @check
 def the_workers_threads_and_consumers_are_as_expected(world: World) -> None:
-    """`workers`, `consumers`, their flags and consumers, for each queue and its delay queue; who is idle, who fetches."""
+    """`workers`, `consumers`, their flags and consumers, for each queue and its delay queue."""
     gate, inside = threading.Event(), []
 
     def body() -> None:
@@ -495,8 +495,6 @@ def an_option_on_the_proxy_keeps_a_skip_from_storing_none(world: World) -> None:
 @check
 def groups_and_pipelines_mark_their_members(world: World) -> None:
     """The options by which the guard knows that somebody looks for a message under its queue's name."""
-    from guard_middleware.queueing import low_queue
-
     broker = StubBroker()
     broker.add_middleware(GroupCallbacks(Barriers()))
     work = dramatiq.actor(lambda *_: None, actor_name="work", broker=broker)

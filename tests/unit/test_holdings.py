@@ -16,6 +16,7 @@ def holdings():
 
 
 def take(lease="take:0", generation=0):
+    """A message that comes with a lease."""
     return Take(
         lease=lease, endpoint="chat", home="chat", generation=generation, probe=False, expires_at_ms=0, rank=1, cost=1,
         queue=("dramatiq", "default"), message_id="m", payload=b"",
