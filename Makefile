@@ -5,7 +5,7 @@ RUN := $(BIN)/python -m
 LUA := build/lua
 TYPED := $(foreach folder,guard_middleware actors settings tests/typing,$(if $(wildcard $(folder)/*.py),$(folder)))
 LUACHECK ?= luacheck
-PYTEST ?= $(RUN) pytest -n 3 --dist loadscope
+PYTEST ?= $(RUN) pytest -n 3 --dist worksteal
 
 .PHONY: help venv check format format-check lint types imports lua test test-fast bench demo clean
 
