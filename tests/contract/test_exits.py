@@ -19,6 +19,8 @@ from tests.support.deployment import wait_until
 AT_ONCE_S = 3.0
 """Far less than a lease; a few beats."""
 
+DENIED = ("chat", "orchestration", "endpoint_full", 0)
+
 
 class Unheard(BaseException):
     """A BaseException that nobody knows."""
@@ -297,7 +299,7 @@ def test_a_body_that_was_denied_a_further_permit_gives_its_own_back_and_waits(ma
     def body():
         seen.append(CurrentMessage.get_current_message().options.get("retries", 0))
         if len(seen) == 1:
-            raise AdmissionDenied("chat", "orchestration", "endpoint_full", 0)
+            raise AdmissionDenied(*DENIED)
 
     work = bench.actor(body, actor_name="work", max_retries=0)
     other = bench.actor(lambda: None, actor_name="other")
