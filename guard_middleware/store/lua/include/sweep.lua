@@ -41,7 +41,7 @@ local function sweep()
     local found = call("ZRANGEBYSCORE", units, "-inf", now, "WITHSCORES", "LIMIT", 0, SWEEP_LEASES)
     for index = 1, #found, 2 do
       if not found[index]:find("\31", 1, true) then
-        expired[#expired + 1] = { id = found[index], at_ms = tonumber(found[index + 1]) }
+        expired[#expired + 1] = { id = found[index], at_ms = tonumber(found[index + 1]), units = units }
       end
     end
   end
@@ -53,9 +53,15 @@ local function sweep()
     local id = expired[index].id
     local lease = lease_of(id)
     freed = true
-    end_lease(id, lease)
-    if lease.hold then set_idle(lease.process, 0) end
-    put_back(lease)
+    if lease then
+      end_lease(id, lease)
+      if lease.hold then set_idle(lease.process, 0) end
+      put_back(lease)
+    else                                -- the server evicted its record: it must not stop everybody for good
+      local units, unit = expired[index].units, 2
+      call("ZREM", units, id)
+      while unit <= SWEEP_LEASES and call("ZREM", units, id .. "\31" .. unit) == 1 do unit = unit + 1 end
+    end
   end
 
   for _, process in ipairs(call("ZRANGEBYSCORE", root .. "alive", "-inf", now, "LIMIT", 0, SWEEP_PROCESSES)) do
