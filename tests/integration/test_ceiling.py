@@ -121,7 +121,7 @@ def test_default_ceiling_is_a_setting_that_never_goes_below_the_declared_capacit
 
 
 def test_full_endpoint_blocks_nobody_behind_it_in_the_same_queue(deploy, measured):
-    """Behind 20 calls for a full endpoint, an idle endpoint's messages and unguarded ones run at once (report 40)."""
+    """Behind 20 calls for a full endpoint, an idle endpoint's messages and unguarded ones run at once."""
     # Given one queue, and an endpoint that takes one call of 300 ms at a time
     deployment = deploy(
         kill_at_end=True,

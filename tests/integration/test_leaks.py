@@ -39,7 +39,7 @@ def everything_is_free(deployment, ceiling):
 
 
 def test_every_kind_of_end_gives_the_permit_back(deploy, measured):
-    """Report 19: 502, time-outs, faults before the call and unknown endpoints in continuous traffic: 0 in use."""
+    """502, time-outs, faults before the call and unknown endpoints in continuous traffic: 0 in use."""
     # Given a ceiling of 10, and 150 messages of which 70 % go wrong at their first run
     deployment = serving(deploy, 10, MODEL_BREAKER_FAIL_THRESHOLD="3")
     group = deployment.start(processes=2, threads=8, module=APP)
@@ -69,7 +69,7 @@ def test_every_kind_of_end_gives_the_permit_back(deploy, measured):
 
 
 def test_lost_release_is_made_good_under_continuous_traffic(deploy):
-    """Report 19: with the release call taken out, every permit comes back with its thread, and traffic goes on."""
+    """With the release call taken out, every permit comes back with its thread, and traffic goes on."""
     # Given workers whose actors' ends release nothing
     deployment = serving(deploy, 2, APP_FORGET_RELEASE="1", GUARD_LEASE_S="2", GUARD_HEARTBEAT_S="0.5")
     deployment.start(processes=2, threads=4, module=APP)
@@ -83,7 +83,7 @@ def test_lost_release_is_made_good_under_continuous_traffic(deploy):
 
 
 def test_failing_first_calls_leak_nothing_through_parks_and_retries(deploy, measured):
-    """Report 37: 503 to the first 4 calls of each message, then 200: parked, retried, done once, 0 in use."""
+    """503 to the first 4 calls of each message, then 200: parked, retried, done once, 0 in use."""
     # Given a ceiling of 4, and a server that sheds each message's first four calls
     deployment = serving(deploy, 4)
     deployment.start(processes=2, threads=4, module=APP)
@@ -106,7 +106,7 @@ def test_failing_first_calls_leak_nothing_through_parks_and_retries(deploy, meas
 
 
 def test_one_id_delivered_twice_holds_two_permits_that_both_come_back(deploy):
-    """Report 37: a second delivery of a running id has a lease of its own; one more waits, and is dropped as done."""
+    """A second delivery of a running id has a lease of its own; one more waits, and is dropped as done."""
     # Given a message that runs, on a ceiling of 3 of which another message has the last permit
     deployment = serving(deploy, 3)
     deployment.start(processes=1, threads=4, module=APP, wait=False)

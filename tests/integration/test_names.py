@@ -32,7 +32,7 @@ def breakers(store):
 
 
 def test_opening_one_breaker_changes_no_other_whatever_the_ids(deploy):
-    """Report 67: ids with slash, colon, dot, space, braces, star, Unicode, case: each has its own state and line."""
+    """Ids with slash, colon, dot, space, braces, star, Unicode, case: each has its own state and line."""
     # Given one endpoint of each name, and a worker for all of them
     names = ("chat", "embed", *IDS)
     deployment = deploy(

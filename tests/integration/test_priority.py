@@ -85,7 +85,7 @@ def test_interactive_takes_the_next_release_and_background_goes_on_after_it(depl
 
 
 def test_interactive_stream_against_a_batch_waits_less_than_one_call_whatever_is_prefetched(deploy, measured):
-    """Report 31: ceiling 4, reserve 1. Batch never uses more than 3; interactive ones run within one call's time."""
+    """Ceiling 4, reserve 1. Batch never uses more than 3; interactive ones run within one call's time."""
     # Given workers that prefetch as usual, 1 and 1,000 messages, and a batch that is far more than they can hold
     deployment = serving(deploy, ceiling=4, base_ms=600)
     groups = [

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_two_knobs_that_multiply_cause_no_timeout(deploy, measured):
-    """Report 7: 3 processes of 4 threads before a server of 4, which slows in proportion: no call takes too long."""
+    """3 processes of 4 threads before a server of 4, which slows in proportion: no call takes too long."""
     # Given a call time of 400 ms, of 1,200 ms if all 12 threads called at once, and clients that give up after 1,100
     deployment = deploy(
         kill_at_end=True,
@@ -35,7 +35,7 @@ def test_two_knobs_that_multiply_cause_no_timeout(deploy, measured):
 
 
 def test_error_without_a_text_is_told_and_classified_by_its_type(deploy):
-    """Report 7: a `ReadTimeout("")` is an overload, trips the breaker, and stands in the log by its type's name."""
+    """A `ReadTimeout("")` is an overload, trips the breaker, and stands in the log by its type's name."""
     # Given a breaker that stays open for a moment
     deployment = deploy(
         kill_at_end=True,
@@ -57,7 +57,7 @@ def test_error_without_a_text_is_told_and_classified_by_its_type(deploy):
 
 
 def test_two_endpoints_on_one_gpu_never_hold_more_than_its_budget_together(deploy, measured):
-    """Report 12: costs 2 and 1 under a budget of 6, on a host that fails either endpoint above it: it never does."""
+    """Costs 2 and 1 under a budget of 6, on a host that fails either endpoint above it: it never does."""
     # Given chat (ceiling 4, cost 2) and embed (ceiling 8, cost 1) on one GPU of 6
     deployment = deploy(
         kill_at_end=True,
