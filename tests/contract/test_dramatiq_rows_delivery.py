@@ -71,7 +71,7 @@ def test_row_36_a_worker_that_stops_gives_back_its_permits_and_leaves_everything
         tmp_path,
         endpoints=[FakeEndpoint(name="chat", base_ms=150), FakeEndpoint(name="embed")],
         models={"chat": {"max_concurrent_requests": 3}, "embed": {}},
-        env={"GUARD_LEASE_S": "60"},
+        env={"GUARD_LEASE_S": "60", "dramatiq_worker_timeout": "100"},
     ) as deployment:
         # Given two worker groups that share a backlog; leases live so long that expiry explains nothing
         first = deployment.start(processes=1, threads=4, queues=["orchestration"])
@@ -81,7 +81,7 @@ def test_row_36_a_worker_that_stops_gives_back_its_permits_and_leaves_everything
         # When one is told to stop
         assert first.terminate(20) == 0
         # Then its process is gone from the store with everything it held, and the other one ends the work
-        assert "Worker has been shut down" in first.log or first.process.returncode == 0
+        assert "Worker has been shut down" in first.log
         assert len(deployment.guard.snapshot().processes) == 2  # the other worker's, and this test's own
         deployment.wait_done(ids, 30)
         deployment.check_everything_once()
@@ -102,6 +102,7 @@ def test_row_37_what_a_killed_worker_held_is_back_within_a_lease_and_can_be_admi
             "GUARD_HEARTBEAT_S": "0.3",
             "APP_HEARTBEAT_TIMEOUT_MS": "4000",
             "APP_MAINTENANCE_CHANCE": "1000000",
+            "dramatiq_worker_timeout": "100",
         },
     ) as deployment:
         # Given a worker that is killed while two calls hold the permits and others are parked

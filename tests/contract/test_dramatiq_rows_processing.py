@@ -252,7 +252,7 @@ def test_row_05_the_proxy_keeps_its_queue_so_the_thread_lives_and_the_task_is_do
         bench.wait_parked(5)
         wait_until(lambda: len(seen) == 5, 5)
         assert set(seen) == {("work", "own")}
-        assert worker.work_queue.unfinished_tasks == 0
+        wait_until(lambda: worker.work_queue.unfinished_tasks == 0, 5)
     bench.wait_ended(*messages)
     bench.wait_idle()
     wait_until(lambda: worker.work_queue.unfinished_tasks == 0, 5)

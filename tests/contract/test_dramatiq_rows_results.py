@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from dramatiq.composition import group, pipeline
 from dramatiq.results import ResultMissing
+from dramatiq.results.result import unwrap_result
 
 from tests.support.deployment import wait_until
 
@@ -32,8 +33,7 @@ def test_row_09_a_parked_message_has_no_result_yet_and_never_none(make_bench):
         with pytest.raises(ResultMissing):
             message.get_result(backend=bench.backend)
     assert message.get_result(backend=bench.backend, block=True, timeout=5_000) == 42
-    assert stored == [{"__result__": 42}] or [one for one in stored if one != 42] in ([], stored)
-    assert len(stored) == 1
+    assert [unwrap_result(one) for one in stored] == [42]
 
 
 def test_row_10_the_result_is_found_under_the_queue_that_the_message_was_sent_to(make_bench):
@@ -128,7 +128,9 @@ def test_row_13_groups_and_pipelines_of_parked_messages_give_their_results(make_
         both = group([add.message(1, 2), add.message(3, 4)], broker=bench.broker).run()
         chain = pipeline([add.message(1, 2), add.message(10)], broker=bench.broker).run()
         bench.wait_parked(3)
-        assert both.completed_count == 0 if False else True
+        for child in both.children:
+            with pytest.raises(ResultMissing):
+                child.get_result(backend=bench.backend)
     assert list(both.get_results(block=True, timeout=10_000)) == [3, 7]
     assert chain.get_result(block=True, timeout=10_000) == 13
     bench.wait_idle()

@@ -7,6 +7,7 @@ the k-th line that the guard's own code runs for one message, for every k, and e
 from __future__ import annotations
 
 import dis
+import functools
 import linecache
 import sys
 import threading
@@ -49,6 +50,7 @@ class Striker(Middleware):
     def arm(self, at, body):
         """Strike at line number `at` of the next message, 0 for never; `body` tells how often its body ran."""
         self.at, self.begun, self.struck, self.body = at, [], None, body
+        self._last = (None, 0)
 
     def before_process_message(self, broker, message):
         if message.actor_name == "work" and self.at is not None and self.struck is None:
@@ -63,12 +65,20 @@ class Striker(Middleware):
     def after_skip_message(self, broker, message):
         self.after_process_message(broker, message)
 
+    def can_strike(self, frame):
+        """Whether an interrupt may arrive here: at a function's entry, or behind a line that has called something."""
+        last_frame, last_line = self._last
+        self._last = (frame, frame.f_lineno)
+        if leaves_a_with(frame):
+            return False
+        return frame is not last_frame or last_line in calling_lines(frame.f_code)
+
     def _calls(self, frame, event, arg):
         traced = frame.f_code.co_filename in TRACED and frame.f_code.co_name not in NOT_OURS
         return self._line if traced else None
 
     def _line(self, frame, event, arg):
-        if event != "line" or leaves_a_with(frame):
+        if event != "line" or not self.can_strike(frame):
             return self._line
         self.begun.append(self.body()[0] > 0)
         if len(self.begun) == self.at:
@@ -78,6 +88,17 @@ class Striker(Middleware):
             self.struck = (name, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {source}", self.body())
             raise_thread_exception(threading.get_ident(), TimeLimitExceeded)
         return self._line
+
+
+@functools.cache
+def calling_lines(code):
+    """The lines of some code that call something or jump back: behind these, CPython looks for an interrupt."""
+    found, line = set(), 0
+    for step in dis.get_instructions(code):
+        line = step.starts_line or line if not isinstance(step.starts_line, bool) else step.line_number
+        if "CALL" in step.opname or "JUMP_BACKWARD" in step.opname or "WITH" in step.opname:
+            found.add(line)
+    return found
 
 
 def leaves_a_with(frame):

@@ -13,6 +13,7 @@ from dramatiq.middleware import CurrentMessage, Middleware
 from dramatiq.results import ResultMissing
 
 from guard_middleware.core.commands import Action, Operate
+from guard_middleware.testing.valkey import EmbeddedValkey
 from tests.support.deployment import wait_until
 
 
@@ -37,17 +38,21 @@ class Copies(Middleware):
         return [(message.queue_name.removesuffix(".DQ"), delay) for message, delay in self.copies if delay is not None]
 
 
+@pytest.fixture(scope="module")
+def elsewhere():
+    """A second server, for the guard alone."""
+    with EmbeddedValkey() as server:
+        yield server
+
+
 @pytest.fixture(params=["stub", "redis elsewhere"])
-def make_other(request, make_bench):
+def make_other(request, elsewhere, make_bench):
     """Make a bench on a broker that cannot park."""
-    server = request.getfixturevalue("own_valkey") if request.param != "stub" else None
 
     def make(**options):
         copies = Copies()
-        if server is None:
-            bench = make_bench(stub=True, before=[copies], **options)
-        else:
-            bench = make_bench(guard_url=server.url, before=[copies], **options)
+        where = {"stub": True} if request.param == "stub" else {"guard_url": elsewhere.url}
+        bench = make_bench(before=[copies], **where, **options)
         bench.copies = copies
         return bench
 

@@ -13,6 +13,7 @@ from guard_middleware.testing.model_server.config import BUSY_TEXT
 from tests.support.deployment import wait_until
 from tests.support.outage import (
     PROMPT_S,
+    START_S,
     calls_of,
     check_invariants,
     check_one_at_a_time,
@@ -38,10 +39,8 @@ ENGINE_DEAD = {"object": "error", "message": "EngineDeadError: EngineCore encoun
 
 def test_a_burst_of_1319_calls_never_reaches_a_server_that_refuses_the_17th(deploy):
     """With the true ceiling the server is never over 8, refuses nobody, and nobody waits at the price of a retry."""
-    deployment = deploy(
-        **serving("chat", ceiling=8, base_ms=5, refuse_above=16),
-    )
-    deployment.start(processes=4, threads=8)
+    deployment = deploy(**serving("chat", ceiling=8, base_ms=5, refuse_above=16))
+    deployment.start(processes=4, threads=8, wait=False).wait_ready(4, START_S)
     deployment.server.script([Step(calls=(1, 8), fault=Fault.SERVE, ms=500)])
     ids = deployment.send("orchestrate", 1319)
     deployment.wait_done(ids, 60)
@@ -96,9 +95,9 @@ def test_an_engine_that_dies_in_four_ways_at_once_is_one_incident(deploy, measur
     with looking_at(deployment) as look:
         deployment.server.wait_until(lambda stats: stats["chat"].in_flight == 6)
         deployment.server.wait_until(lambda stats: stats["chat"].in_flight == 0)
-        # Then they were one incident: one trip, or one more for a refused probe, but not six; and no permit is left out
+        # Then they were one incident: one trip, and perhaps one or two for refused probes, not six; no permit is left out
         wait_until(lambda: look().in_flight <= 1, 5, "six permits come back")
-        assert 1 <= look().trips <= 2
+        assert 1 <= look().trips <= 3
     deployment.wait_done(ids, 30)
     # ...the server saw single probes only, and the first success came at the end of the pause that was then running
     calls = calls_of(deployment.server)
@@ -199,10 +198,7 @@ def test_late_successes_do_not_end_a_pause(deploy, measured):
 def test_late_failures_neither_open_again_nor_disturb_the_probe(deploy, measured):
     """Failures of before the trip arrive while the probe runs, or after the close: not one more pause."""
     # Given two endpoints whose first call fails at once and trips the breaker for 0.3 s, while four others hang on
-    deployment = deploy(
-        **serving("half", "closed", ceiling=5, base_ms=20),
-        env=cooldowns(0.3, 10),
-    )
+    deployment = deploy(**serving("half", "closed", ceiling=5, base_ms=20), env=cooldowns(0.3, 10))
     start_groups(deployment, 3, threads=6)
     # ...on the one they fail while the probe runs, on the other long after it has closed the breaker
     deployment.server.script(

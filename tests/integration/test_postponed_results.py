@@ -31,6 +31,7 @@ def deployment(valkey, tmp_path_factory):
         tmp_path_factory.mktemp("workers"),
         endpoints=[FakeEndpoint(name="chat", base_ms=30), FakeEndpoint(name="embed")],
         models={"chat": {"max_concurrent_requests": 2}, "embed": {}},
+        env={"dramatiq_worker_timeout": "100"},
     ) as made:
         made.start(processes=2, threads=4)
         yield made

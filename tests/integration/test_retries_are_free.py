@@ -14,7 +14,7 @@ def test_a_hundred_messages_without_a_single_retry_all_run_through_a_ceiling_of_
     deployment = deploy(
         endpoints=[FakeEndpoint(name="chat", base_ms=20), FakeEndpoint(name="embed")],
         models={"chat": {"max_concurrent_requests": 1}, "embed": {}},
-        env={"APP_MAX_RETRIES": "0"},
+        env={"APP_MAX_RETRIES": "0", "dramatiq_worker_timeout": "100"},
     )
     ids = deployment.send("orchestrate", 100)
     deployment.start(processes=1, threads=8)
@@ -29,7 +29,7 @@ def test_one_failure_of_each_message_costs_each_one_retry_however_often_it_waite
     deployment = deploy(
         endpoints=[FakeEndpoint(name="chat", base_ms=20), FakeEndpoint(name="embed")],
         models={"chat": {"max_concurrent_requests": 2}, "embed": {}},
-        env={"APP_MAX_RETRIES": "3", "APP_MIN_BACKOFF_MS": "100"},
+        env={"APP_MAX_RETRIES": "3", "APP_MIN_BACKOFF_MS": "100", "dramatiq_worker_timeout": "100"},
     )
     deployment.server.script([Step(fault=Fault.STATUS, status=500, body="a bug", message_calls=(1, 1))])
     ids = deployment.send("orchestrate", 60)
