@@ -50,6 +50,8 @@ __all__ = [
 
 DEFAULT_CEILING = 32
 _DAY_S = 86_400
+TEST_SERVER = "GUARD_TEST_SERVER"
+"""Not a setting: it names the server that `guard_middleware.testing.valkey` starts."""
 _LARGEST_REVISION = 2**53
 """The largest whole number that Redis scripts hold exactly."""
 
@@ -190,7 +192,7 @@ class GuardSettings(Unchangeable, BaseSettings):
             # The rules between fields are applied to what is left, so that one message tells about everything.
             super().__init__(**without(fields, found))
         problems += problems_across(Draft(self, entries, frozenset(str(problem.path[0]) for problem in problems)))
-        ignored = {*self.ignore_variables, *(entry.key_variable for entry in entries)}
+        ignored = {TEST_SERVER, *self.ignore_variables, *(entry.key_variable for entry in entries)}
         problems += stray_variables(os.environ, _VARIABLES.values(), ignored)
         # Outside of the except block: what is chained to an exception is carried along to whoever reports it.
         if problems:
