@@ -238,6 +238,15 @@ def test_budget_and_endpoint_are_taken_together_or_not_at_all():
     assert world.rule.snapshot(world.now).groups == {"g": (4, 6)}
 
 
+def test_second_in_a_group_that_is_full_is_told_that_somebody_is_ahead():
+    """Rule 3 comes before rule 6: the reason names the waiter, not the budget."""
+    world = World(spec("a", 8, group="g"), spec("c", 8, group="g"), budgets={"g": 2})
+    fill(world, 2, endpoint="a")
+
+    assert world.arrive(endpoint="a").reason is Reason.GROUP_FULL
+    assert world.arrive(endpoint="a").reason is Reason.QUEUE_AHEAD
+
+
 def test_group_without_a_budget_binds_nobody():
     """Rule 6: without an entry among the budgets there is none."""
     world = World(spec("a", 3, group="g"), spec("c", 3, group="g"))

@@ -159,10 +159,12 @@ def test_waiter_too_wide_for_its_primary_does_not_keep_it_from_its_probe():
 
 def test_pause_does_not_fail_over():
     """An operator's pause means: wait."""
-    world = pair()
-    world.operate(Action.PAUSE, "a")
-
-    assert world.call(endpoint="a").reason is Reason.PAUSED
+    for broken in (False, True):
+        world = pair()
+        if broken:
+            trip(world, "a")
+        world.operate(Action.PAUSE, "a")
+        assert world.call(endpoint="a").reason is Reason.PAUSED
 
 
 def test_paused_fallback_takes_nobody():

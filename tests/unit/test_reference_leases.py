@@ -308,11 +308,14 @@ def test_leaving_process_is_handed_nothing_and_notified_of_nothing():
     running = fill(world, 2, process="r")
     world.beat("p", idle=3)
     world.arrive("p", idle=2)
+    world.arrive("p", idle=2)
+    world.finish(running[0])
     reply = world.beat("p", take=3, idle=3, leaving=True)
-    freed = world.finish(running[0])
+    freed = world.finish(running[1])
 
-    assert reply.takes == ()
+    assert (reply.takes, reply.woken) == ((), ())
     assert freed.woken == ()
+    assert world.in_flight() == 0
 
 
 # -- slow, not dead ----------------------------------------------------------------------------------------------------
@@ -635,8 +638,19 @@ def test_rise_of_a_ceiling_by_a_death_is_given_to_waiters():
     world.pass_time(LEASE_MS - 2_000)
     assert caller.lease not in world.rule.state.leases
     world.jump(2_000)
-    world.beat()
+    world.call(endpoint="unknown")  # whatever the command is about
 
+    assert caller.lease in world.rule.state.leases
+
+
+def test_rise_of_a_ceiling_is_given_to_waiters_by_the_command_that_brings_it():
+    """Every process sees a change at its next call, and who waits need not wait for one."""
+    world = World(spec(ceiling=1))
+    fill(world, 1)
+    caller = world.call(wait=True)
+    reply = world.configure("p", world.publish(spec(ceiling=2), revision=1))
+
+    assert reply.woken == ("p",)
     assert caller.lease in world.rule.state.leases
 
 

@@ -136,6 +136,21 @@ def test_caller_whose_process_died_holds_nobody_up():
     assert not world.rule.state.parked
 
 
+def test_living_caller_behind_a_dead_one_is_not_overtaken():
+    """I8: the very command that finds the first one dead respects the second."""
+    world = World(spec(ceiling=1, base_cooldown_ms=15_000), workers=("p", "r"))
+    trip(world, process="r")
+    world.call("p", wait=True)
+    second = world.call("r", wait=True)
+    world.kill("p")
+    world.pass_time(world.rules.lease_ms - 1)
+    world.jump(1)
+    fresh = world.call("r")
+
+    assert fresh.reason is Reason.QUEUE_AHEAD
+    assert second.lease in world.rule.state.leases
+
+
 def test_refused_caller_tells_the_waiter_that_stands_before_a_free_permit():
     """I9: time freed it and nobody was told; whoever is turned away because of the waiter makes sure that it goes."""
     world = World(spec(ceiling=1), workers=())
@@ -496,6 +511,19 @@ def test_caller_that_gives_up_leaves_the_line_and_returns_what_it_was_given():
     world.operate(Action.WITHDRAW, second.lease)
     assert world.in_flight() == 0
     assert not world.rule.state.parked
+
+
+def test_ask_that_arrives_after_its_caller_has_given_up_gets_nothing():
+    """Resent by the client library, overtaken on the wire: a permit that was returned never comes back."""
+    world, running = full()
+    ask = world.command(wait=True)
+    world.admit(ask)
+    world.finish(running[0])
+    assert ask.lease in world.rule.state.leases
+    world.operate(Action.WITHDRAW, ask.lease)
+
+    assert world.rule.admit(ask, world.now).status is Status.GONE
+    assert world.in_flight() == 0
 
 
 # -- drain -------------------------------------------------------------------------------------------------------------

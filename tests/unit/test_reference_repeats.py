@@ -168,6 +168,21 @@ def test_repeated_beat_hands_over_the_same_messages():
     assert world.in_flight() == 2
 
 
+def test_repeated_beat_takes_nothing_new():
+    """A permit came back in between: it is for the next beat, or for whoever is woken, not for the repeat."""
+    world = World(spec(ceiling=3), workers=("p", "r"))
+    running = fill(world, 3, process="r")
+    waiting = [world.arrive("p", idle=0).id for _ in range(4)]
+    world.finish(running[0], idle=0)
+    beat = world.beating("p", take=3, idle=3)
+    first = world.rule.beat(beat, world.now)
+    world.finish(running[1], idle=0)
+    again = world.rule.beat(beat, world.now)
+
+    assert [take.message_id for take in first.takes] == [waiting[0]]
+    assert [take.message_id for take in again.takes] == [waiting[0]]
+
+
 def test_repeated_beat_that_gives_back_and_asserts():
     """Back once, asserted once."""
     world = World(spec(ceiling=3), workers=("p", "r"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from guard_middleware.core.commands import Action, Status
@@ -312,6 +314,69 @@ def test_hold_of_a_process_that_dies_is_given_on():
     assert [take.message_id for take in world.beat("p", take=1, idle=1).takes] == [waiting.id]
 
 
+def test_hold_of_a_process_that_says_goodbye_is_given_on_at_once():
+    """Its unit does not wait for the end of the hold."""
+    world = World(spec(ceiling=1), workers=())
+    world.start("p")
+    world.start("r")
+    running = fill(world, 1)[0]
+    world.beat("r", idle=2)
+    world.arrive("p", take=0, idle=0)
+    world.finish(running, idle=0)
+    assert held(world) == {"r"}
+    world.beat("p", idle=1)
+    reply = world.forget("r")
+
+    assert reply.woken == ("p",)
+    assert held(world) == {"p"}
+
+
+def test_unit_that_is_held_in_half_open_is_the_probes():
+    """I7: until its process has come, or the hold has ended, nobody else becomes the probe."""
+    world = World(spec(ceiling=4), workers=())
+    world.start("p")
+    world.start("r", queues=("x",))
+    trip(world)
+    waiting = world.arrive("r", queue="x", idle=0)
+    world.jump(500)
+    assert world.beat("p").woken == ("r",)
+
+    assert world.call("p", rank=0).reason is Reason.PROBING
+    assert [(take.message_id, take.probe) for take in world.beat("r", take=1, idle=1).takes] == [(waiting.id, True)]
+
+
+def test_held_unit_is_no_start_of_background():
+    """Ageing goes on while a process is notified and does not come."""
+    world = World(spec(ceiling=1), workers=())
+    world.start("p")
+    world.start("r", queues=("x",))
+    running = fill(world, 1)[0]
+    world.arrive("r", queue="x", rank=BACKGROUND, idle=0)
+    since = world.rule.state.background_at["e"]
+    world.jump(3_000)
+    world.finish(running, idle=0)
+
+    assert held(world) == {"r"}
+    assert world.rule.state.background_at["e"] == since
+
+
+def test_repeated_command_keeps_its_processs_hold_alive():
+    """It ends the hold by speaking, so it must give the unit on in the same call: here to itself again."""
+    world = World(spec(ceiling=2), workers=())
+    world.start("p")
+    world.start("r", queues=("x",))
+    first, second = fill(world, 1, process="r")[0], fill(world, 1)[0]
+    ending = world.ending(first, idle=0)
+    world.rule.finish(ending, world.now)
+    fill(world, 1)
+    world.arrive("r", queue="x", idle=0)
+    world.finish(second, idle=0)
+    assert held(world) == {"r"}
+    world.rule.finish(replace(ending, idle=1), world.now)
+
+    assert held(world) == {"r"}
+
+
 def test_one_command_notifies_at_most_eight():
     """A bound for the script; the rest follows with the next command."""
     world = World(spec(ceiling=20), workers=())
@@ -457,27 +522,23 @@ def test_aged_background_goes_before_interactive_but_not_above_the_ceiling():
 
 
 def test_background_that_starts_at_the_fallback_has_started():
-    """A long failover: ageing counts starts of the home's messages wherever they run; no reserve is eaten."""
-    world = World(
-        spec("a", 2, fallback="b", reserve=1, base_cooldown_ms=600_000, max_cooldown_ms=600_000),
-        spec("b", 2, reserve=1),
-    )
+    """A long failover with a background backlog: its starts there count, so no reserve is eaten after 60 s."""
+    broken = spec("a", 2, fallback="b", base_cooldown_ms=600_000, max_cooldown_ms=600_000)
+    world = World(broken, spec("b", 2, reserve=1))
     trip(world, "a")
-    started = []
+    running = world.arrive(endpoint="a", rank=BACKGROUND)
+    assert (running.status, running.endpoint) == (Status.ADMITTED, "b")
+    most = 0
     for _ in range(100):
         world.pass_time(1_000)
-        call = world.arrive(endpoint="a", rank=BACKGROUND, take=0, idle=0)
-        started.append(call.status)
-        interactive = world.arrive(endpoint="a", rank=0)
-        assert (interactive.status, interactive.endpoint) == (Status.ADMITTED, "b")
-        world.finish(interactive)
-        if call.status is Status.ADMITTED:
-            world.finish(call)
+        world.arrive(endpoint="a", rank=BACKGROUND, take=0, idle=0)
+        world.arrive(endpoint="a", rank=BACKGROUND, take=0, idle=0)
+        world.beat(take=2, idle=2)
+        most = max(most, world.in_flight("b"))
+        running = next(iter(world.workers["p"].calls.values()))
+        world.finish(running, take=1, idle=1)
 
-    assert set(started) == {Status.ADMITTED}
-    waiting = [world.arrive(endpoint="a", rank=BACKGROUND, take=0, idle=0) for _ in range(3)]
-    assert [call.status for call in waiting] == [Status.ADMITTED, Status.PARKED, Status.PARKED]
-    assert world.beat(take=2, idle=2).takes == ()
+    assert most == 1
 
 
 # -- means and steps ---------------------------------------------------------------------------------------------------
