@@ -99,9 +99,16 @@ class Machine:
             self.recompute()
 
     def recompute(self) -> None:
-        """Let the published configurations of the live processes take effect."""
+        """Let the published configurations of the live processes take effect.
+
+        An endpoint that leaves its GPU group, because nobody names it any more or a deploy moves it, counts there until
+        its last lease has ended: its calls still load the accelerator (I1).
+        """
         state = self.state
+        before = {(one.id, one.group) for one in state.specs.values() if one.group}
         state.specs, state.budgets, state.rules = effective(state.published)
+        now = {(one.id, one.group) for one in state.specs.values()}
+        state.left = {one for one in (state.left | before) - now if self.in_flight(one[0])}
 
     # -- one endpoint --------------------------------------------------------------------------------------------
 
@@ -147,15 +154,20 @@ class Machine:
             group=self._group(spec),
         )
 
+    def group_total(self, group: str) -> int:
+        """Units leased at all endpoints of a GPU group, those that have left it among them."""
+        members = [one.id for one in self.state.specs.values() if one.group == group]
+        members += [endpoint for endpoint, former in self.state.left if former == group]
+        return sum(self.in_flight(member) for member in members)
+
     def _group(self, spec: EndpointSpec) -> GroupView | None:
         budget = self.state.budgets.get(spec.group)
         if budget is None:
             return None
-        members = [other for other in self.state.specs.values() if other.group == spec.group]
-        others = [other for other in members if other.id != spec.id]
+        others = [other for other in self.state.specs.values() if other.group == spec.group and other.id != spec.id]
         return GroupView(
             budget=budget,
-            total=sum(self.in_flight(member.id) for member in members),
+            total=self.group_total(spec.group),
             set_aside=sum(max(0, other.floor - self.in_flight(other.id)) for other in others),
             floors=sum(other.floor for other in others),
         )

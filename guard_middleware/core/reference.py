@@ -455,8 +455,7 @@ class Reference(Servant):
             at_ms=now_ms,
             endpoints=endpoints,
             groups={
-                group: (sum(self.in_flight(one.id) for one in state.specs.values() if one.group == group), budget)
-                for group, budget in sorted(state.budgets.items())
+                group: (self.group_total(group), budget) for group, budget in sorted(state.budgets.items())
             },
             leases={
                 lease_id: (lease.endpoint, lease.cost, lease.process)

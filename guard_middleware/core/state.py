@@ -152,6 +152,8 @@ class GuardState:
     published: dict[str, Published] = field(default_factory=dict)
     specs: dict[str, EndpointSpec] = field(default_factory=dict)
     budgets: dict[str, int] = field(default_factory=dict)
+    left: set[tuple[str, str]] = field(default_factory=set)
+    """(endpoint, GPU group that it does not belong to any more while calls that began there may still run)."""
     overrides: dict[str, int] = field(default_factory=dict)
     paused: set[str] = field(default_factory=set)
     breakers: dict[str, Breaker] = field(default_factory=dict)

@@ -23,7 +23,8 @@ def line(endpoint: str, namespace: str = "", queue: str = "") -> str:
 def state(root: str) -> str:
     """HASH: the small facts, read together by every script and written back together.
 
-    ``rules``, ``endpoints``, ``budgets``, ``spec:<endpoint>``: the configuration that applies. ``epoch``,
+    ``rules``, ``endpoints``, ``budgets``, ``spec:<endpoint>``: the configuration that applies. ``left``: endpoints that
+    count in a GPU group that they have left. ``epoch``,
     ``epoch_until``, ``last_run``, ``places``. ``due``: never later than the first instant that the sweep has to look
     at. ``lines``: the lines in which somebody stands. ``held_at``: the first instant in `held_back`. ``deadlines``:
     queue -> never later than its first deadline. Per endpoint: ``override``, ``paused``, ``breaker``, ``mean``,

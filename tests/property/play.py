@@ -29,15 +29,16 @@ ENDPOINTS = (ALPHA, BETA, GAMMA, ALPHA, GAMMA)
 PROCESSES = ("p1", "p2", "P3")
 STEPS_MS = (1, 0, 7, 49, 50, 51, 199, 500, 501, 999, 1_000, 2_001, 3_999, 4_001, 9_000, 15_000, 15_001, 31_000, 60_000)
 RULES = Rules(lease_ms=6_000, heartbeat_ms=2_000, ageing_ms=10_000, max_overloads=2, probe_deadline_ms=5_000)
-BUDGETS = {"gpu": 5}
+BUDGETS = {"gpu": 5, "side": 2}
 
 
 def endpoints(variant):
     """What a process publishes; the variants differ a little, as during a deploy."""
+    gamma = "gpu" if variant != 2 else "side"
     return (
         EndpointSpec(id=ALPHA, ceiling=4 - variant % 2, floor=1, group="gpu", fallback=BETA, max_cooldown_ms=4_000),
         EndpointSpec(id=BETA, ceiling=2, reserve=0 if variant == 2 else None, fail_threshold=2),
-        *((EndpointSpec(id=GAMMA, ceiling=3, floor=1, group="gpu", breaker=variant != 1),) if variant < 3 else ()),
+        *((EndpointSpec(id=GAMMA, ceiling=3, floor=1, group=gamma, breaker=variant != 1),) if variant < 3 else ()),
     )
 
 

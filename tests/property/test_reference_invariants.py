@@ -127,6 +127,10 @@ def waits_for_budget(state, now, home, rank, cost):
 class Watched(Reference):
     """The rule, with the invariants checked at the very moment of each decision."""
 
+    def __init__(self):
+        super().__init__()
+        self.begun_in = {}
+
     def all_waiters(self):
         for line, waiters in self.state.lines.items():
             for waiter in waiters:
@@ -167,6 +171,9 @@ class Watched(Reference):
         assert in_flight(state, now, endpoint) <= state.overrides.get(endpoint, one.ceiling), "I1: over the ceiling"
         left = budget_left(state, now, endpoint)
         assert left is None or left >= 0, "I1: over the budget"
+        self.begun_in[lease_id] = one.group
+        there = [x.cost for name, x in state.leases.items() if self.begun_in.get(name) == one.group]
+        assert sum(there) <= state.budgets.get(one.group, sum(there)), "I1: over the budget, with those that left it"
         breaker = state.breakers.get(endpoint, Breaker())
         if one.breaker and breaker.ramp >= 0:
             present = [x.cost for x in live(state, now, endpoint) if x.generation == breaker.generation]

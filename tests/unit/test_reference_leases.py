@@ -694,10 +694,6 @@ def test_every_instant_is_the_stores():
 
 # -- calls of an endpoint that nobody names any more -------------------------------------------------------------------
 
-UNNAMED = "the group's sum is taken over named endpoints; a lease does not remember its group"
-
-
-@pytest.mark.xfail(reason=UNNAMED, strict=True)
 def test_budget_counts_the_leases_of_a_process_that_was_forgotten_before_them():
     """I1: killed between two beats, its record ends at most a heartbeat before its last leases do."""
     world = World(workers=())
@@ -712,7 +708,6 @@ def test_budget_counts_the_leases_of_a_process_that_was_forgotten_before_them():
     assert world.call("p", "a").reason is Reason.GROUP_FULL
 
 
-@pytest.mark.xfail(reason=UNNAMED, strict=True)
 def test_budget_counts_the_running_calls_of_an_endpoint_that_was_taken_out():
     """I1: a deploy no longer names the endpoint while its calls still load the accelerator."""
     world = World(spec("a", 4, group="g"), spec("c", 4, group="g"), budgets={"g": 4})

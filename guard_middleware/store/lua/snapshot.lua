@@ -58,6 +58,7 @@ for _, endpoint in ipairs(record("endpoints") or {}) do
   end
   rows[#rows + 1] = row
 end
+for _, one in ipairs(record("left") or {}) do totals[one.group] = (totals[one.group] or 0) + in_flight(one.id) end
 for group, budget in pairs(record("budgets") or {}) do
   groups[#groups + 1] = { group, totals[group] or 0, budget }
 end

@@ -47,6 +47,23 @@ local function recompute()
     members[spec.group][#members[spec.group] + 1] = spec
   end
 
+  --[[
+    An endpoint that leaves its GPU group, because nobody names it any more or a deploy moves it, counts there until its
+    last lease has ended: its calls still load the accelerator (I1).
+  ]]
+  local left, leavers, seen = {}, record("left") or {}, {}
+  for _, endpoint in ipairs(record("endpoints") or {}) do
+    leavers[#leavers + 1] = { id = endpoint, group = texts_of(endpoint).group, floor = 0 }
+  end
+  for _, one in ipairs(leavers) do
+    local spec, name = merged[one.id], one.id .. "\31" .. one.group
+    if one.group ~= "" and not (spec and spec.group == one.group) and in_flight(one.id) > 0 and not seen[name] then
+      seen[name] = true
+      left[#left + 1] = one
+    end
+  end
+  set_record("left", #left > 0 and left)
+
   for _, endpoint in ipairs(record("endpoints") or {}) do
     if not merged[endpoint] then
       endpoint_of(endpoint).named = false
@@ -63,6 +80,9 @@ local function recompute()
         floors = floors + member.floor
         others[#others + 1] = { id = member.id, floor = member.floor }
       end
+    end
+    for _, leaver in ipairs(budget and left or {}) do
+      if leaver.group == spec.group then others[#others + 1] = leaver end
     end
     one.named, one.ceiling, one.floor, one.reserve = true, spec.ceiling, spec.floor, spec.reserve or -1
     one.breaker, one.fail_threshold, one.base_cooldown_ms = spec.breaker, spec.fail_threshold, spec.base_cooldown_ms
