@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from guard_middleware.core.commands import Action, Operate
 from guard_middleware.testing.model_server import FakeEndpoint, HostMemory
 from tests.support.deployment import wait_until
 
@@ -56,6 +57,11 @@ def test_error_without_a_text_is_told_and_classified_by_its_type(deploy):
     deployment.check_everything_once(retries=0)
 
 
+def waiting(store, endpoint):
+    """The messages that are parked in the lines of an endpoint."""
+    return [one for line, ids in store.snapshot().lines.items() if line[0] == endpoint for one in ids]
+
+
 def test_two_endpoints_on_one_gpu_never_hold_more_than_its_budget_together(deploy, measured):
     """Costs 2 and 1 under a budget of 6, on a host that fails either endpoint above it: it never does."""
     # Given chat (ceiling 4, cost 2) and embed (ceiling 8, cost 1) on one GPU of 6
@@ -70,10 +76,18 @@ def test_two_endpoints_on_one_gpu_never_hold_more_than_its_budget_together(deplo
         env={"GPU_CONCURRENCY_BUDGETS": '{"gpu": 6}'},
     )
     deployment.start(processes=3, threads=8)
-    # When both have far more than fits, interleaved
-    for _ in range(80):
-        deployment.send("orchestrate", guard_cost=2)
-        deployment.send("embed", guard_priority="orchestration")
+    store = deployment.store()
+    # And far more work for both than fits, which arrives by turns, 16 messages each, while both are paused
+    for endpoint in ("chat", "embed"):
+        store.operate(Operate(action=Action.PAUSE, target=endpoint))
+    for number in range(1, 6):
+        deployment.send("orchestrate", 16, guard_cost=2)
+        wait_until(lambda number=number: len(waiting(store, "chat")) == 16 * number, 10)
+        deployment.send("embed", 16, guard_priority="orchestration")
+        wait_until(lambda number=number: len(waiting(store, "embed")) == 16 * number, 10)
+    # When they go on
+    for endpoint in ("chat", "embed"):
+        store.operate(Operate(action=Action.RESUME, target=endpoint))
     deployment.wait_done(deployment.sent, 30)
     # Then the host counted a cost of 6 and never more, and failed nobody
     stats = deployment.server.stats()
@@ -89,7 +103,6 @@ def test_two_endpoints_on_one_gpu_never_hold_more_than_its_budget_together(deplo
     assert max(parts) <= 28
     # And all permits went back to both
     deployment.check_everything_once()
-    store = deployment.store()
     wait_until(lambda: store.snapshot().groups == {"gpu": (0, 6)}, 5)
     assert all(one.in_flight == 0 for one in store.snapshot().endpoints.values())
     store.close()
