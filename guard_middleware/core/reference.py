@@ -454,9 +454,7 @@ class Reference(Servant):
         return Snapshot(
             at_ms=now_ms,
             endpoints=endpoints,
-            groups={
-                group: (self.group_total(group), budget) for group, budget in sorted(state.budgets.items())
-            },
+            groups={group: (self.group_total(group), budget) for group, budget in sorted(state.budgets.items())},
             leases={
                 lease_id: (lease.endpoint, lease.cost, lease.process)
                 for lease_id, lease in state.leases.items()

@@ -694,6 +694,7 @@ def test_every_instant_is_the_stores():
 
 # -- calls of an endpoint that nobody names any more -------------------------------------------------------------------
 
+
 def test_budget_counts_the_leases_of_a_process_that_was_forgotten_before_them():
     """I1: killed between two beats, its record ends at most a heartbeat before its last leases do."""
     world = World(workers=())
