@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from guard_middleware.aguard import AsyncGuard
     from guard_middleware.config import EndpointConfig, GuardSettings, server_ceiling
     from guard_middleware.errors import (
         AdmissionDenied,
@@ -15,21 +16,27 @@ if TYPE_CHECKING:
         StoreError,
         StoreUnavailable,
     )
+    from guard_middleware.fanout import map_concurrent, map_concurrent_sync
     from guard_middleware.guard import Guard
-    from guard_middleware.permit import Permit, current_permit
+    from guard_middleware.permit import AsyncPermit, Permit, current_permit
     from guard_middleware.priority import Priority, current_priority, priority_scope
     from guard_middleware.queueing.decorator import guarded
     from guard_middleware.queueing.drain import drain
     from guard_middleware.queueing.middleware import GuardMiddleware
+    from guard_middleware.transport import AsyncGuardTransport, GuardTransport
 
 _HOMES = {
     "AdmissionDenied": "errors",
+    "AsyncGuard": "aguard",
+    "AsyncGuardTransport": "transport",
+    "AsyncPermit": "permit",
     "ConfigurationError": "errors",
     "EndpointConfig": "config",
     "Guard": "guard",
     "GuardError": "errors",
     "GuardMiddleware": "queueing.middleware",
     "GuardSettings": "config",
+    "GuardTransport": "transport",
     "LeaseLost": "errors",
     "Permit": "permit",
     "Priority": "priority",
@@ -39,18 +46,24 @@ _HOMES = {
     "current_priority": "priority",
     "drain": "queueing.drain",
     "guarded": "queueing.decorator",
+    "map_concurrent": "fanout",
+    "map_concurrent_sync": "fanout",
     "priority_scope": "priority",
     "server_ceiling": "config",
 }
 
 __all__ = [
     "AdmissionDenied",
+    "AsyncGuard",
+    "AsyncGuardTransport",
+    "AsyncPermit",
     "ConfigurationError",
     "EndpointConfig",
     "Guard",
     "GuardError",
     "GuardMiddleware",
     "GuardSettings",
+    "GuardTransport",
     "LeaseLost",
     "Permit",
     "Priority",
@@ -60,6 +73,8 @@ __all__ = [
     "current_priority",
     "drain",
     "guarded",
+    "map_concurrent",
+    "map_concurrent_sync",
     "priority_scope",
     "server_ceiling",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
     Field,
@@ -22,6 +22,7 @@ from guard_middleware.config_parse import (
     name_problem,
     nearest,
     number,
+    one_of,
     problems_in,
     shown,
     truth,
@@ -102,6 +103,8 @@ class GuardSettings(Unchangeable, BaseSettings):
         first_start_hold_s: GUARD_FIRST_START_HOLD_S, how long a new store admits nothing; one heartbeat if not set, 0
             for not at all.
         store_timeout_s: GUARD_STORE_TIMEOUT_S, how long one answer of the store is waited for.
+        unknown_servers: GUARD_UNKNOWN_SERVERS, what `GuardTransport` does with a request to a server that no model
+            names: ``pass`` lets it through unguarded, with one warning; ``refuse`` raises.
         ignore_variables: GUARD_IGNORE_VARIABLES, a comma list of variables that belong to other programs although
             they look like a misspelling of these.
     """
@@ -166,6 +169,9 @@ class GuardSettings(Unchangeable, BaseSettings):
         default=None, validation_alias="GUARD_FIRST_START_HOLD_S"
     )
     store_timeout_s: Annotated[float, number(0.001, 600)] = Field(default=2.0, validation_alias="GUARD_STORE_TIMEOUT_S")
+    unknown_servers: Annotated[Literal["pass", "refuse"], one_of("pass", "refuse")] = Field(
+        default="pass", validation_alias="GUARD_UNKNOWN_SERVERS"
+    )
     ignore_variables: tuple[Annotated[str, name()], ...] = Field(default=(), validation_alias="GUARD_IGNORE_VARIABLES")
 
     _by_id: dict[str, EndpointConfig] = PrivateAttr(default_factory=dict)

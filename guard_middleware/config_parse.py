@@ -175,6 +175,18 @@ def truth() -> BeforeValidator:
     return BeforeValidator(read)
 
 
+def one_of(*words: str) -> BeforeValidator:
+    """Accept one of a few words, whatever its case."""
+
+    def read(value: object) -> str:
+        word = value.strip().lower() if isinstance(value, str) else ""
+        if word not in words:
+            refuse(f"must be {' or '.join(words)}")
+        return word
+
+    return BeforeValidator(read)
+
+
 def name(*, forbidden: str = "", optional: bool = False, folded: bool = False) -> BeforeValidator:
     """Accept the name of something: 1 to 200 characters of any script, slash, colon, dot and inner space included.
 

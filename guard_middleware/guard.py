@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, NoReturn, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
+from guard_middleware.calls import acquire, ending, release
 from guard_middleware.config import GuardSettings
-from guard_middleware.core.commands import Action, Ask, Finish, Operate, Reply, Snapshot, Status
+from guard_middleware.core.commands import Ask
 from guard_middleware.core.outcome import Classified, Outcome
-from guard_middleware.core.verdict import Reason
-from guard_middleware.errors import AdmissionDenied, ConfigurationError, StoreUnavailable
+from guard_middleware.errors import AdmissionDenied, ConfigurationError
 from guard_middleware.heartbeat import Heartbeat
 from guard_middleware.holdings import new_id
-from guard_middleware.observe import events
 from guard_middleware.permit import Permit, current_permit
-from guard_middleware.priority import Priority, current_priority
+from guard_middleware.priority import Priority, current_priority, message_priority
+from guard_middleware.steps import Hear, Sleep, perform
 from guard_middleware.store.redis import RedisStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from guard_middleware.calls import CallOff
     from guard_middleware.config import EndpointConfig
+    from guard_middleware.core.commands import Reply, Snapshot
     from guard_middleware.core.values import Published
-    from guard_middleware.heartbeat import Host
     from guard_middleware.holdings import Holding
+    from guard_middleware.host import Host
+    from guard_middleware.permit import AsyncPermit
+    from guard_middleware.steps import Step
     from guard_middleware.store.base import Store
 
-_ASK_AGAIN_S = 1.0
-"""How long a waiting caller relies on being notified before it asks again."""
-
-
-def never_admissible(model: str, cost: int) -> str:
-    """What to say of a call that no state of its endpoint could ever admit."""
-    return (
-        f"a call of cost {cost} can never be admitted on {model!r}: its ceiling, or the budget of its GPU group "
-        "without the others' floors, is smaller; lower the cost or raise them"
-    )
+UNUSED = Classified(outcome=Outcome.IGNORED, reason="not used")
 
 
 class Guard:
@@ -107,7 +104,18 @@ class Guard:
             first_start_hold_ms=-1 if hold is None else self.settings.first_start_hold_ms,
         )
 
-    def _heartbeat(self) -> Heartbeat:
+    @property
+    def makes_stores(self) -> bool:
+        """Whether its stores are made by the caller's own function."""
+        return self._make_store != self._redis
+
+    @property
+    def started(self) -> Heartbeat | None:
+        """The life line of this process's callers, if it is there already."""
+        callers = self._callers
+        return callers[1] if callers is not None and callers[0] == os.getpid() else None
+
+    def heartbeat(self) -> Heartbeat:
         """The life line of this process's callers, started by its first call."""
         with self._lock:
             if self._callers is None or self._callers[0] != os.getpid():
@@ -152,12 +160,12 @@ class Guard:
             ConfigurationError: the model, the priority or the cost can never be.
             StoreUnavailable: the store gave no answer in time.
         """
-        return self._permit(model, priority, cost, timeout)
+        return self.get(model, priority, cost, timeout)
 
     def try_permit(self, model: str, *, priority: Priority | str | None = None, cost: int = 1) -> Permit | None:
         """A permit if one is free now, else `None`. Arguments and errors as for `permit`."""
         try:
-            return self._permit(model, priority, cost, 0.0)
+            return self.get(model, priority, cost, 0.0)
         except AdmissionDenied:
             return None
 
@@ -167,122 +175,149 @@ class Guard:
         Raises:
             StoreUnavailable: the store gave no answer.
         """
-        return self._heartbeat().store.snapshot()
+        return self.heartbeat().store.snapshot()
 
-    def _permit(self, model: str, priority: Priority | str | None, cost: int, timeout_s: float) -> Permit:
+    def get(
+        self,
+        model: str,
+        priority: Priority | str | None,
+        cost: int,
+        timeout_s: float,
+        call_off: CallOff | None = None,
+    ) -> Permit:
+        """As `permit`; `call_off` can end the wait."""
+        wanted = self.wanted(model, priority, cost, timeout_s)
+        if wanted.lender is not None:
+            return Permit(**wanted.lent(), release=wanted.lender.take_back, give_up=wanted.lender.take_back)
+        heartbeat = self.heartbeat()
+        ask = wanted.ask(heartbeat.process)
+        granted = threading.Event()
+
+        def do(step: Step) -> Any:
+            if isinstance(step, Hear):
+                granted.wait(step.seconds)
+                return granted.clear()
+            return time.sleep(step.seconds) if isinstance(step, Sleep) else heartbeat.carry_out(step)
+
+        ears = [one for one in (heartbeat, call_off) if ask.wait and one is not None]
+        for one in ears:
+            one.hear(ask.lease, granted.set)
+        try:
+            holding, reply = perform(acquire(heartbeat, ask, wanted.priority, wanted.deadline_s, call_off), do)
+        finally:
+            for one in ears:
+                one.deafen(ask.lease)
+        try:
+            fields = self.given(wanted, holding, reply)
+        except ConfigurationError:
+            perform(release(heartbeat, holding, UNUSED), do)
+            raise
+        return Permit(
+            **fields,
+            release=lambda ended: perform(release(heartbeat, holding, ended), do),
+            give_up=lambda ended: heartbeat.give_up(holding.endpoint, ending(heartbeat, holding, ended)),
+        )
+
+    # -- what the faces share ----------------------------------------------------------------------------------------
+
+    def wanted(self, model: str, priority: Priority | str | None, cost: int, timeout_s: float) -> Wanted:
+        """What a caller wants, checked, and whether the permit that it holds already is lent for it.
+
+        Raises:
+            ConfigurationError: the model, the priority, the cost or the timeout can never be.
+        """
         self.know(model)
         self.settings.check_cost(cost)
+        if not timeout_s >= 0:  # also not a number
+            msg = "timeout must be at least 0 seconds"
+            raise ConfigurationError(msg)
         outer = current_permit()
-        lent = self._lend(outer, model, cost)
-        if lent is not None:
-            return lent
-        wanted = self._priority(priority, outer)
-        heartbeat = self._heartbeat()
-        ask = Ask(
-            process=heartbeat.process,
-            lease=new_id(),
-            endpoint=model,
-            rank=wanted.rank,
+        namespace = self.settings.namespace
+        own = outer is not None and outer.namespace == namespace
+        parsed = None if priority is None else Priority.parse(priority)
+        lender = outer if outer is not None and outer.lend(model, cost, namespace) else None
+        ambient = current_priority() or (outer.priority if outer is not None else message_priority())
+        return Wanted(
+            model=model,
+            priority=parsed or ambient or Priority.ORCHESTRATION,
             cost=cost,
             wait=timeout_s > 0 and outer is None,
-        )
-        deadline_s = time.monotonic() + timeout_s
-        holding, reply = self._ask(heartbeat, ask, wanted, deadline_s)
-        try:
-            endpoint = self.settings.endpoint(holding.endpoint)
-        except ConfigurationError:  # a fallback that only other processes have been told of
-            self._finish(heartbeat, holding, Classified(outcome=Outcome.IGNORED, reason="unknown fallback"))
-            raise
-        return Permit(
-            endpoint=endpoint,
-            model=model,
-            priority=wanted,
-            cost=cost,
-            probe=reply.probe,
-            release=lambda ended: self._finish(heartbeat, holding, ended),
-            namespace=self.settings.namespace,
+            deadline_s=time.monotonic() + timeout_s,
+            parent=outer.lease if outer is not None and own else "",
+            lender=lender,
         )
 
-    @staticmethod
-    def _priority(explicit: Priority | str | None, outer: Permit | None) -> Priority:
-        if explicit is not None:
-            return Priority.parse(explicit)
-        return current_priority() or (outer.priority if outer is not None else Priority.ORCHESTRATION)
+    def given(self, wanted: Wanted, holding: Holding, reply: Reply) -> dict[str, Any]:
+        """What a permit says of itself.
 
-    def _lend(self, outer: Permit | None, model: str, cost: int) -> Permit | None:
-        """The message's own permit, for the first nested call on the same endpoint, one at a time."""
-        if outer is None or outer.lent or outer.released or outer.model != model or outer.cost < cost:
-            return None
-        if outer.namespace != self.settings.namespace:  # another guard's: other servers, other ceilings
-            return None
-        outer.lent = True
+        Raises:
+            ConfigurationError: the endpoint chosen is a fallback that only other processes have been told of.
+        """
+        return {
+            "endpoint": self.settings.endpoint(holding.endpoint),
+            "model": wanted.model,
+            "priority": wanted.priority,
+            "cost": wanted.cost,
+            "probe": reply.probe,
+            "namespace": self.settings.namespace,
+            "lease": holding.lease,
+        }
 
-        def give_back(ended: Classified) -> None:
-            outer.lent = False
-            outer.add(ended)
 
-        return Permit(
-            endpoint=outer.endpoint,
-            model=model,
-            priority=outer.priority,
-            cost=cost,
-            probe=outer.probe,
-            release=give_back,
-            namespace=outer.namespace,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a caller wants.
+
+    Attributes:
+        model: id of the endpoint asked for.
+        priority: of the call.
+        cost: units.
+        wait: it stands in line if there is none now.
+        deadline_s: when to give up, as monotonic time.
+        parent: the lease that it holds already, "" for none.
+        lender: the permit that it holds already, if that is lent for this call.
+    """
+
+    model: str
+    priority: Priority
+    cost: int
+    wait: bool
+    deadline_s: float
+    parent: str
+    lender: Permit | AsyncPermit | None
+
+    def lent(self) -> dict[str, Any]:
+        """What a permit says of itself that is lent by the one around it."""
+        lender = self.lender
+        assert lender is not None
+        return {
+            "endpoint": lender.endpoint,
+            "model": self.model,
+            "priority": lender.priority,
+            "cost": self.cost,
+            "probe": lender.probe,
+            "namespace": lender.namespace,
+            "lease": lender.lease,
+        }
+
+    def ask(self, process: str) -> Ask:
+        """The command, with an id of its own."""
+        return Ask(
+            process=process,
+            lease=new_id(),
+            endpoint=self.model,
+            rank=self.priority.rank,
+            cost=self.cost,
+            wait=self.wait,
+            parent=self.parent,
         )
 
-    def _ask(self, heartbeat: Heartbeat, ask: Ask, priority: Priority, deadline_s: float) -> tuple[Holding, Reply]:
-        """Ask until there is a lease, or until the time is over; then leave nothing behind."""
-        try:
-            while True:
-                reply, holding = self._ask_once(heartbeat, ask, deadline_s)
-                if holding is not None:
-                    return holding, reply
-                left_s = deadline_s - time.monotonic()
-                if reply.status is not Status.WAITING or left_s <= 0 or heartbeat.leaving:
-                    self._deny(ask, reply, priority)
-                heartbeat.wait_granted(ask.lease, min(left_s, _ASK_AGAIN_S))
-        except BaseException as exc:
-            if ask.wait:
-                heartbeat.operate_later(Operate(action=Action.WITHDRAW, target=ask.lease))
-            if ask.wait or not isinstance(exc, AdmissionDenied | ConfigurationError):  # a refusal keeps nothing
-                heartbeat.abandon(ask.lease)
-            raise
 
-    @staticmethod
-    def _ask_once(heartbeat: Heartbeat, ask: Ask, deadline_s: float) -> tuple[Reply, Holding | None]:
-        pause_s = 0.05
-        while True:
-            try:
-                return heartbeat.admit(ask)
-            except StoreUnavailable:
-                if time.monotonic() + pause_s >= deadline_s:
-                    raise
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 1.0)
+@functools.cache
+def default_guard() -> Guard:
+    """The process's guard where none is given: with the environment's configuration.
 
-    @staticmethod
-    def _deny(ask: Ask, reply: Reply, priority: Priority) -> NoReturn:
-        if reply.status is Status.IMPOSSIBLE:
-            raise ConfigurationError(never_admissible(ask.endpoint, ask.cost))
-        reason = reply.reason or Reason.ENDPOINT_FULL
-        raise AdmissionDenied(ask.endpoint, priority.value, reason, reply.retry_after_ms)
-
-    @staticmethod
-    def _finish(heartbeat: Heartbeat, holding: Holding, ended: Classified) -> None:
-        finish = Finish(
-            process=heartbeat.process,
-            lease=holding.lease,
-            outcome=ended.outcome,
-            retry_after_ms=ended.retry_after_ms or 0,
-            home=holding.home,
-            rank=holding.rank,
-        )
-        if ended.outcome is Outcome.OVERLOAD:
-            events.warning("guard.overload", endpoint=holding.endpoint, error=ended.reason)
-        try:
-            heartbeat.finish(finish)
-        except BaseException as exc:
-            heartbeat.finish_later(finish)
-            if not isinstance(exc, StoreUnavailable):
-                raise
+    Raises:
+        ConfigurationError: if the environment is wrong.
+    """
+    return Guard.from_settings()

@@ -1,8 +1,7 @@
 """One process's life line to the store: it beats, renews, reports, takes, and never forgets a release.
 
-A `Heartbeat` serves one host: a Dramatiq worker, or a plain process whose callers ask for permits. It runs two
-threads, started by `start` in the process that uses them (never at import, never before a fork): one beats, the
-other listens to the process's own channel.
+A `Heartbeat` serves one host: a Dramatiq worker, or a plain process whose callers ask for permits. Its two threads
+are started by `start` in the process that uses them (never at import, never before a fork).
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 from guard_middleware.core.commands import (
     Action,
@@ -23,71 +23,29 @@ from guard_middleware.core.commands import (
     ParkAs,
     Reply,
     Status,
-    Take,
 )
-from guard_middleware.errors import GuardError, StoreUnavailable
+from guard_middleware.errors import StoreUnavailable
 from guard_middleware.holdings import Holdings, new_id
+from guard_middleware.host import NoWorker
 from guard_middleware.observe import events
+from guard_middleware.steps import Publish, perform
+from guard_middleware.threads import Beats, Listening
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Generator
 
     from guard_middleware.core.values import Published
     from guard_middleware.holdings import Holding
+    from guard_middleware.host import Host
+    from guard_middleware.steps import Step
     from guard_middleware.store.base import Store
 
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
-_TIMER_SLACK_S = 0.001
-_LISTEN_S = 0.2
 _GOODBYE_S = 1.0
-
-
-class Host(Protocol):
-    """Whom a heartbeat serves."""
-
-    worker: str
-    """The broker's id of the worker, which names the ack sets; "" for plain processes."""
-
-    def idle(self) -> int:
-        """How many threads could run a message now, those already asked for not counted."""
-        ...
-
-    def queues(self) -> tuple[tuple[str, str], ...]:
-        """The queues consumed now, as (namespace, queue)."""
-        ...
-
-    def deliver(self, takes: Iterable[tuple[Take, Holding | None]]) -> None:
-        """Run what was handed over; a take without a holding is too old and has no permit."""
-        ...
-
-    def beaten(self) -> None:
-        """Do what belongs to every beat: called after each one that was answered."""
-        ...
-
-
-class NoWorker:
-    """The host of a plain process: callers only."""
-
-    worker = ""
-
-    def idle(self) -> int:
-        """No message can be handed over."""
-        return 0
-
-    def queues(self) -> tuple[tuple[str, str], ...]:
-        """No queue is consumed."""
-        return ()
-
-    def deliver(self, takes: Iterable[tuple[Take, Holding | None]]) -> None:
-        """Nothing was asked for, so nothing comes."""
-
-    def beaten(self) -> None:
-        """Nothing belongs to a beat here."""
+_GOODBYE_PAUSE_S = 0.05
 
 
 class Heartbeat:
-    """The commands of one process, with what must accompany each: ids, holdings, timers, resending."""
+    """The commands and the beats of one process, with what must accompany each: ids, holdings, resending."""
 
     def __init__(
         self,
@@ -108,18 +66,14 @@ class Heartbeat:
         self._published = published
         self._first_start_hold_ms = first_start_hold_ms
         self._epoch = ""
-        self._woken = threading.Event()
-        self._stop = threading.Event()
-        self._granted = threading.Condition()
-        self._grants: set[str] = set()
         self._beating = threading.RLock()
-        self._timer_lock = threading.Lock()
-        self._timer_at_s = float("inf")
-        self._extra = 0
-        self._poked = False
+        self._given_up: SimpleQueue[tuple[str, Finish]] = SimpleQueue()
         self._leaving = False
         self._available = True
-        self._threads: list[threading.Thread] = []
+        self._beats = Beats(self._beat_and_resend, every_s=self.heartbeat_s, unavailable=self._unavailable)
+        self._listening = Listening(
+            lambda: self.store.wakeups(self.process), poke=self.poke, unavailable=self._unavailable
+        )
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -130,10 +84,8 @@ class Heartbeat:
             self.beat()
         except StoreUnavailable as exc:
             self._unavailable(exc)
-        for name, target in (("beat", self._beat_forever), ("wake", self._listen_forever)):
-            thread = threading.Thread(target=target, name=f"guard-{name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._beats.start()
+        self._listening.start()
 
     def leave(self) -> None:
         """Ask for nothing more and give back what has not begun; renewals go on until `stop`."""
@@ -152,19 +104,17 @@ class Heartbeat:
     def stop(self) -> None:
         """Say goodbye: what is still held goes back at once, and the threads end."""
         self._leaving = True
-        self._stop.set()
-        self._woken.set()
-        with self._granted:
-            self._granted.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=5)
+        self._beats.stop()
+        self._listening.stop()
+        self._beats.join()
+        self._listening.join()
         self._say_goodbye()
         self.store.close()
 
     def _say_goodbye(self) -> None:
         """Send what was not answered, then the goodbye; again for a moment, since nobody does it later."""
         until_s = time.monotonic() + _GOODBYE_S
+        self._release_given_up()
         while True:
             try:
                 self._resend()
@@ -173,7 +123,7 @@ class Heartbeat:
                 if time.monotonic() > until_s:
                     events.warning("guard.goodbye_failed", error=type(exc).__name__)
                     return
-                time.sleep(_FIRST_PAUSE_S)
+                time.sleep(_GOODBYE_PAUSE_S)
             else:
                 return
 
@@ -191,7 +141,16 @@ class Heartbeat:
         )
         self._note(reply)
 
-    def admit(self, ask: Ask) -> tuple[Reply, Holding | None]:
+    def carry_out(self, step: Step) -> Any:
+        """Do what a step of `asking` or `finishing` wants, in this thread."""
+        if isinstance(step, Ask):
+            return self.store.admit(step)
+        if isinstance(step, Finish):
+            return self.store.finish(step)
+        self.configure()  # `Publish`; the steps of waiting callers belong to their faces
+        return self.beat()
+
+    def asking(self, ask: Ask) -> Generator[Step, Any, tuple[Reply, Holding | None]]:
         """Ask once; publish first where the store does not know this process or endpoint.
 
         The id stays outstanding if no answer came: the caller repeats the ask with the same ids, or calls
@@ -202,11 +161,11 @@ class Heartbeat:
         """
         self.holdings.expect(ask.lease)
         sent_at_s = time.monotonic()
-        reply = self.store.admit(ask)
+        reply = yield ask
         if reply.status is Status.UNCONFIGURED:
-            self._reconfigure()
+            yield Publish()
             sent_at_s = time.monotonic()
-            reply = self.store.admit(ask)
+            reply = yield ask
             if reply.status is Status.UNCONFIGURED:
                 msg = f"the store still does not know {ask.endpoint!r} after this process has published it"
                 raise StoreUnavailable(msg)
@@ -218,22 +177,18 @@ class Heartbeat:
         self._handle(reply, sent_at_s)
         if reply.status is not Status.WAITING:
             self.holdings.settled(ask.lease)
-            with self._granted:
-                self._grants.discard(ask.lease)
         return reply, holding
 
-    def _reconfigure(self) -> None:
-        self.configure()
-        self.beat()
+    def admit(self, ask: Ask) -> tuple[Reply, Holding | None]:
+        """Ask once, in this thread: see `asking`."""
+        return perform(self.asking(ask), self.carry_out)
 
     def abandon(self, command_id: str) -> None:
         """Stop waiting for a command: whatever it was given goes back with the next beat."""
         self.holdings.settled(command_id)
-        with self._granted:
-            self._grants.discard(command_id)
         self.poke()
 
-    def finish(self, finish: Finish) -> Reply:
+    def finishing(self, finish: Finish) -> Generator[Step, Any, Reply]:
         """Release once.
 
         Raises:
@@ -241,13 +196,17 @@ class Heartbeat:
         """
         self.holdings.expect(finish.lease)
         sent_at_s = time.monotonic()
-        reply = self.store.finish(finish)
+        reply: Reply = yield finish
         holding = self.holdings.drop(finish.lease)
         self._handle(reply, sent_at_s)
         self.holdings.settled(finish.lease)
         if holding is not None and holding.stolen:
             return replace(reply, status=Status.STOLEN)
         return reply
+
+    def finish(self, finish: Finish) -> Reply:
+        """Release once, in this thread: see `finishing`."""
+        return perform(self.finishing(finish), self.carry_out)
 
     def finish_later(self, finish: Finish) -> None:
         """Leave a finish to the beats, which repeat it until it is answered.
@@ -267,16 +226,19 @@ class Heartbeat:
 
     def poke(self, extra: int = 0) -> None:
         """Beat now, and ask for `extra` messages beyond the idle threads."""
-        with self._timer_lock:
-            self._extra += extra
-            self._poked = True
-        self._woken.set()
+        self._beats.poke(extra)
 
-    def wait_granted(self, lease: str, timeout_s: float) -> None:
-        """Sleep until a waiting caller's lease is granted, at most `timeout_s` seconds."""
-        with self._granted:
-            self._granted.wait_for(lambda: lease in self._grants or self._stop.is_set(), timeout_s)
-            self._grants.discard(lease)
+    def give_up(self, endpoint: str, finish: Finish) -> None:
+        """Release a permit that nobody holds any more. Safe where an object is collected: it takes no lock."""
+        self._given_up.put((endpoint, finish))
+
+    def hear(self, lease: str, granted: Callable[[], object]) -> None:
+        """Let a waiting caller hear that its lease was granted, or that the process stops; from another thread."""
+        self._listening.hear(lease, granted)
+
+    def deafen(self, lease: str) -> None:
+        """The caller waits no more."""
+        self._listening.deafen(lease)
 
     # -- beats -----------------------------------------------------------------------------------------------------
 
@@ -297,6 +259,20 @@ class Heartbeat:
                 self._send(self._compose(0, asserts=lost))
         self.host.beaten()
 
+    def _beat_and_resend(self, extra: int) -> None:
+        self._release_given_up()
+        self.beat(extra)
+        self._resend()
+
+    def _release_given_up(self) -> None:
+        while True:
+            try:
+                endpoint, finish = self._given_up.get_nowait()
+            except Empty:
+                return
+            events.warning("guard.permit_abandoned", endpoint=endpoint)
+            self.finish_later(finish)
+
     def _compose(self, extra: int, *, give_back: tuple[str, ...] = (), asserts: tuple[Held, ...] = ()) -> Beat:
         """A beat that names everything as of now: what is not named goes back."""
         leaving = self._leaving
@@ -314,7 +290,6 @@ class Heartbeat:
             give_back=give_back,
             asserts=asserts,
             leaving=leaving,
-            epoch=self._epoch,
         )
 
     def _send(self, beat: Beat) -> tuple[Held, ...]:
@@ -335,7 +310,7 @@ class Heartbeat:
         return asserts
 
     def _handle(self, reply: Reply, sent_at_s: float) -> None:
-        """Do what every reply asks for: remember the epoch, arm the timer, run what was handed over."""
+        """Do what every reply asks for: remember the epoch, set the timer, run what was handed over."""
         self._note(reply)
         if reply.takes:
             new = [take for take in reply.takes if self.holdings.find(take.lease) is None]  # I11: a repeated answer
@@ -347,46 +322,10 @@ class Heartbeat:
         if reply.waiting >= 0:
             self.waiting = reply.waiting == 1
         if reply.next_ms >= 0:
-            self._arm(time.monotonic() + reply.next_ms / 1000 + _TIMER_SLACK_S)
+            self._beats.beat_in(reply.next_ms)
         if not self._available:
             self._available = True
             events.info("guard.store_back", process=self.process)
-
-    def _arm(self, at_s: float) -> None:
-        """Let the beating thread wake at an instant, unless it is awake by then anyway."""
-        with self._timer_lock:
-            if at_s >= self._timer_at_s:
-                return
-            self._timer_at_s = at_s
-        self._woken.set()
-
-    def _beat_forever(self) -> None:
-        next_beat_s = time.monotonic() + self.heartbeat_s
-        pause_s = _FIRST_PAUSE_S
-        while not self._stop.is_set():
-            with self._timer_lock:
-                due_s = min(next_beat_s, self._timer_at_s)
-            self._woken.wait(max(0.0, due_s - time.monotonic()))
-            self._woken.clear()
-            now_s = time.monotonic()
-            with self._timer_lock:
-                due = self._poked or now_s >= min(next_beat_s, self._timer_at_s)
-                extra, self._extra, self._poked = self._extra, 0, False
-                if now_s >= self._timer_at_s:
-                    self._timer_at_s = float("inf")
-            if not due or self._stop.is_set():
-                continue
-            next_beat_s = now_s + self.heartbeat_s
-            try:
-                self.beat(extra)
-                self._resend()
-                pause_s = _FIRST_PAUSE_S
-            except StoreUnavailable as exc:
-                self._unavailable(exc)
-                next_beat_s = now_s + min(pause_s, self.heartbeat_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            except Exception as exc:  # noqa: BLE001  # a life line must not end because one beat went wrong
-                events.error("guard.beat_failed", error=type(exc).__name__, detail=_detail(exc))
 
     def _resend(self) -> None:
         """Repeat the commands that were not answered; their ids make the repetition harmless (I11)."""
@@ -397,38 +336,7 @@ class Heartbeat:
             self._handle(reply, sent_at_s)
             self.holdings.sent(command)
 
-    def _listen_forever(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while not self._stop.is_set():
-            try:
-                wakeups = self.store.wakeups(self.process)
-                try:
-                    self.poke()  # what was missed while nobody listened
-                    while not self._stop.is_set():
-                        lease = wakeups.get(_LISTEN_S)
-                        pause_s = _FIRST_PAUSE_S
-                        if lease:
-                            with self._granted:
-                                self._grants.add(lease)
-                                self._granted.notify_all()
-                        elif lease is not None:
-                            self.poke()
-                finally:
-                    wakeups.close()
-            except Exception as exc:  # noqa: BLE001  # without this thread nobody hears of a notification again
-                if isinstance(exc, StoreUnavailable):
-                    self._unavailable(exc)
-                else:
-                    events.error("guard.listening_failed", error=type(exc).__name__)
-                self._stop.wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
     def _unavailable(self, exc: StoreUnavailable) -> None:
         if self._available:
             self._available = False
-            events.warning("guard.store_unavailable", error=_detail(exc))
-
-
-def _detail(exc: BaseException) -> str:
-    """An error's own words if they are this package's, which hold no secrets; else only its type."""
-    return str(exc) if isinstance(exc, GuardError) else type(exc).__name__
+            events.warning("guard.store_unavailable", error=str(exc))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from guard_middleware.core.outcome import Classified, Outcome, classify_exception, classify_status
 
@@ -17,32 +18,23 @@ if TYPE_CHECKING:
 
 _WORSE = (Outcome.IGNORED, Outcome.SUCCESS, Outcome.BENIGN, Outcome.NEUTRAL, Outcome.OVERLOAD)
 """From the least to the most that an outcome tells."""
+_ABANDONED = Classified(outcome=Outcome.IGNORED, reason="abandoned")
+_lending = threading.Lock()
 
-_current: ContextVar[Permit | None] = ContextVar("guard_current_permit", default=None)
+_current: ContextVar[Permit | AsyncPermit | None] = ContextVar("guard_current_permit", default=None)
 
 
-def current_permit() -> Permit | None:
+def current_permit() -> Permit | AsyncPermit | None:
     """The permit under which this code runs, in a guarded actor or a ``with guard.permit(...)`` block; else `None`.
 
-    It is visible in the actor's coroutines too.
+    It is visible in the actor's coroutines too, and in tasks and threads that were given a copy of the context.
     """
-    return _current.get()
+    permit = _current.get()
+    return None if permit is None or permit.released else permit
 
 
-class Permit:
-    """The right to one call, or `cost` of them.
-
-    Used as a context manager it is released when the block ends, and an exception that leaves the block is
-    classified; a permit of a guarded actor is released by the actor's end.
-
-    Attributes:
-        endpoint: the endpoint chosen, the one asked for or its fallback: call its `base_url`.
-        model: id of the endpoint asked for.
-        priority: the call's priority.
-        cost: units.
-        probe: the call is the breaker's probe.
-        namespace: of the guard that gave it.
-    """
+class _Permit:
+    """What the permits of both faces have in common."""
 
     def __init__(
         self,
@@ -52,25 +44,42 @@ class Permit:
         priority: Priority,
         cost: int,
         probe: bool,
-        release: Callable[[Classified], None],
+        release: Callable[[Classified], Any],
         namespace: str,
+        lease: str,
+        give_up: Callable[[Classified], None] | None = None,
     ) -> None:
+        """Keep what the face has found out.
+
+        Args:
+            endpoint: the endpoint chosen.
+            model: id of the endpoint asked for.
+            priority: the call's priority.
+            cost: units.
+            probe: the call is the breaker's probe.
+            release: gives the lease back; a coroutine function in the asynchronous face.
+            namespace: of the guard that gave it.
+            lease: id of the lease; of the outer call's, if that one lends it.
+            give_up: gives the lease back without waiting and without a lock; `None` if somebody else does that.
+        """
         self.endpoint = endpoint
         self.model = model
         self.priority = priority
         self.cost = cost
         self.probe = probe
-        self.lent = False
-        self._release = release
         self.namespace = namespace
+        self.lease = lease
+        self._release = release
+        self._give_up = give_up
         self._recorded: Classified | None = None
         self._released = False
-        self._outer: Permit | None = None
+        self._lent = False
+        self._outer: Permit | AsyncPermit | None = None
 
     def __repr__(self) -> str:
         """Ids and numbers only."""
         where = f"model={self.model!r} endpoint={self.endpoint.id!r}"
-        return f"<Permit {where} priority={self.priority.value} cost={self.cost}>"
+        return f"<{type(self).__name__} {where} priority={self.priority.value} cost={self.cost}>"
 
     def record(
         self,
@@ -120,30 +129,116 @@ class Permit:
         """Whether the permit was given back."""
         return self._released
 
+    def lend(self, model: str, cost: int, namespace: str) -> bool:
+        """Lend it to a nested call on the same endpoint, one at a time. Returns whether it could be lent."""
+        if self.model != model or self.cost < cost or self.namespace != namespace:
+            return False
+        with _lending:
+            if self._lent or self._released:
+                return False
+            self._lent = True
+            return True
+
+    def take_back(self, ended: Classified | None = None) -> None:
+        """The nested call is over."""
+        self._lent = False
+        if ended is not None:
+            self.add(ended)
+
+    def end(self) -> None:
+        """The lease has ended in another way: nobody can borrow it any more."""
+        self._released = True
+
+    def abandon(self) -> None:
+        """Give the permit back without waiting: a beat does it. Takes no lock, so that a finalizer may call it."""
+        if not self._released and self._give_up is not None:
+            self._released = True
+            self._give_up(self._recorded or _ABANDONED)
+
+    def __del__(self) -> None:
+        """Nobody can give it back any more."""
+        self.abandon()
+
+    def _enter(self: Any) -> None:
+        self._outer = _current.get()
+        _current.set(self)
+
+    def _leave(self) -> None:
+        _current.set(self._outer)
+        self._outer = None
+
+    def _ended(self, exc: BaseException | None) -> Classified | None:
+        """The outcome to tell, once."""
+        if self._released:
+            return None
+        self._released = True
+        return self.verdict(exc)
+
+
+class Permit(_Permit):
+    """The right to one call, or `cost` of them.
+
+    Used as a context manager it is released when the block ends, and an exception that leaves the block is
+    classified; a permit of a guarded actor is released by the actor's end. One that is dropped without a release goes
+    back with the next beat.
+
+    Attributes:
+        endpoint: the endpoint chosen, the one asked for or its fallback: call its `base_url`.
+        model: id of the endpoint asked for.
+        priority: the call's priority.
+        cost: units.
+        probe: the call is the breaker's probe.
+        namespace: of the guard that gave it.
+        lease: id of its lease.
+    """
+
     def release(self, exc: BaseException | None = None) -> None:
         """Give the permit back. A second call does nothing.
 
         Args:
             exc: the exception with which the call ended.
         """
-        if self._released:
-            return
-        self._released = True
-        self._release(self.verdict(exc))
+        ended = self._ended(exc)
+        if ended is not None:
+            self._release(ended)
 
     def __enter__(self) -> Self:
         """Make this the current permit of the block."""
-        self._outer = _current.get()
-        _current.set(self)
+        self._enter()
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Release, and classify the exception that leaves the block."""
-        _current.set(self._outer)
-        self._outer = None
+        self._leave()
         self.release(exc)
+
+
+class AsyncPermit(_Permit):
+    """The right to one call, or `cost` of them, for a task: as `Permit`, with ``async with`` and ``await``."""
+
+    async def release(self, exc: BaseException | None = None) -> None:
+        """Give the permit back. A second call does nothing.
+
+        Args:
+            exc: the exception with which the call ended.
+        """
+        ended = self._ended(exc)
+        if ended is not None:
+            await self._release(ended)
+
+    async def __aenter__(self) -> Self:
+        """Make this the current permit of the block."""
+        self._enter()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Release, and classify the exception that leaves the block."""
+        self._leave()
+        await self.release(exc)
 
 
 def set_current(permit: Permit | None) -> None:

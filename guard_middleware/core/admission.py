@@ -27,12 +27,14 @@ class GroupView:
         total: units in flight over all members.
         set_aside: unused floors of the *other* reserved members.
         floors: whole floors of the other reserved members.
+        lent: of the total, units of a call in this group under which the call at hand is made: it may use them.
     """
 
     budget: int
     total: int
     set_aside: int
     floors: int
+    lent: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,30 +91,31 @@ def reserve_of(limit: int, fixed: int | None, fraction: float) -> int:
     return min(wanted, limit - 1)
 
 
-def impossible(view: View, cost: int) -> bool:
+def never_fits(view: View, cost: int) -> bool:
     """Rule 1: no state of this endpoint could ever admit such a call (an override or a ramp only delays)."""
     if cost > view.spec.ceiling:
         return True
     return view.group is not None and cost > view.group.budget - view.group.floors
 
 
-def hopeless(view: View, *, rank: int, cost: int, now_ms: int) -> bool:
-    """Whether no release could let such a call go: it costs more than what is in force leaves to its rank at best.
+def fits_alone(view: View, *, rank: int, cost: int, now_ms: int) -> bool:
+    """Whether such a call would fit if nothing else were in flight, with what is in force and the reserve of its rank.
 
-    Only an operator, a new configuration or its ageing turn can. Until then it holds nobody else up.
+    If not, no release lets it go, only an operator, a new configuration or its ageing turn. Until then it holds nobody
+    else up.
     """
     background = rank >= BACKGROUND_RANK and view.phase(now_ms) is Phase.CLOSED
     ceiling = view.ceiling
     if background:
         ceiling -= reserve_of(ceiling, view.spec.reserve, view.fraction)
     if cost > ceiling:
-        return True
-    if view.group is None:
         return False
+    if view.group is None:
+        return True
     budget = view.group.budget
     if background:
         budget -= reserve_of(budget, None, view.fraction)
-    return cost > min(budget, view.group.budget - view.group.floors)
+    return cost <= min(budget, view.group.budget - view.group.floors)
 
 
 def endpoint_reason(view: View, *, rank: int, cost: int, aged: bool, now_ms: int) -> Reason | None:
@@ -164,13 +167,16 @@ def group_reason(view: View, *, rank: int, cost: int, aged: bool, now_ms: int) -
     if group is None:
         return None
     background = rank >= BACKGROUND_RANK and not aged and view.phase(now_ms) is Phase.CLOSED
-    if background and group.total + cost > group.budget - reserve_of(group.budget, None, view.fraction):
+    total = group.total + cost - min(cost, group.lent)
+    if background and total > group.budget - reserve_of(group.budget, None, view.fraction):
         return Reason.RESERVED
-    if group.total + cost + group.set_aside > group.budget:
+    if total + group.set_aside > group.budget:
         return Reason.GROUP_FULL
     return None
 
 
-def inside_floor(view: View, cost: int) -> bool:
-    """Whether the call fits into what is set aside for its own endpoint."""
-    return view.group is not None and view.in_flight + cost <= view.spec.floor
+def takes_from_others(view: View, cost: int) -> bool:
+    """Whether the call would use what other endpoints of the group could have: beyond its own floor, and not lent."""
+    if view.group is None or cost <= view.group.lent:
+        return False
+    return view.in_flight + cost > view.spec.floor

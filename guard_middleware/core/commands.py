@@ -72,7 +72,8 @@ class Ask:
         deadline_ms: when the message is too old for its broker, 0 for never.
         confirm: the lease came with a take, some time ago: check that it may still start.
         slot: reserve a slot to come back at, for brokers that cannot park.
-        epoch: the store's epoch that this process remembers, "" for none.
+        parent: the lease under which this call is made, "" for none: on another endpoint of its GPU group the call uses
+            its units of the budget, one call at a time.
     """
 
     process: str
@@ -87,7 +88,7 @@ class Ask:
     deadline_ms: int = 0
     confirm: bool = False
     slot: bool = False
-    epoch: str = ""
+    parent: str = ""
 
 
 class ParkAs(StrEnum):
@@ -110,12 +111,10 @@ class Finish:
         outcome: how the call ended.
         retry_after_ms: the server's hint, 0 for none.
         home: the endpoint in whose line the message belongs.
-        rank: the priority's rank.
         message: whereabouts of the message, `None` for callers.
         park: ask for the message to go back into the line.
         take: how many waiters to hand over.
         idle: idle threads of the process once this one is; -1 leaves what was reported.
-        epoch: the store's epoch that this process remembers.
     """
 
     process: str
@@ -123,12 +122,10 @@ class Finish:
     outcome: Outcome
     retry_after_ms: int = 0
     home: str = ""
-    rank: int = 1
     message: Message | None = None
     park: ParkAs = ParkAs.NO
     take: int = 0
     idle: int = -1
-    epoch: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +157,6 @@ class Beat:
         give_back: leases whose messages have not begun and go back to their places.
         asserts: leases that the store lost and whose calls still run.
         leaving: the process shuts down: hand over nothing more.
-        epoch: the store's epoch that this process remembers.
     """
 
     process: str
@@ -174,7 +170,6 @@ class Beat:
     give_back: tuple[str, ...] = ()
     asserts: tuple[Held, ...] = ()
     leaving: bool = False
-    epoch: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,7 +342,7 @@ class Snapshot:
         groups: GPU group -> (units leased, budget).
         leases: live leases -> (endpoint, cost, process).
         processes: live processes -> idle threads.
-        lines: (endpoint, namespace, queue) -> message ids in order.
+        lines: (endpoint, namespace, queue) -> the first 200 message ids in order.
     """
 
     at_ms: int

@@ -1,4 +1,7 @@
-"""Leases, lines and the sweep of the executable rule. The Lua includes have the same names and the same order."""
+"""Leases, lines, how messages move between them, and the sweep.
+
+The counterpart of `include/leases.lua`, `lines.lua`, `moves.lua`, `configuration.lua` and `sweep.lua`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 SWEEP_LEASES = 256
 SWEEP_PROCESSES = 16
 HOLD_PREFIX = "hold:"
+DRAIN_BATCH = 500
 
 
 class Machine:
@@ -132,8 +136,13 @@ class Machine:
         """The endpoint's breaker; missing state means closed."""
         return self.state.breakers.get(endpoint, Breaker())
 
-    def view(self, endpoint: str) -> View | None:
-        """The endpoint as the admission rule sees it, `None` if nobody names it."""
+    def view(self, endpoint: str, parent: str = "") -> View | None:
+        """The endpoint as the admission rule sees it, `None` if nobody names it.
+
+        Args:
+            endpoint: its id.
+            parent: the lease under which the call at hand is made, "" for none.
+        """
         state = self.state
         spec = state.specs.get(endpoint)
         if spec is None:
@@ -151,16 +160,42 @@ class Machine:
             in_flight=sum(lease.cost for lease in live),
             present=sum(lease.cost for lease in live if lease.generation == breaker.generation),
             fraction=state.rules.reserve_fraction,
-            group=self._group(spec),
+            group=self._group(spec, parent),
         )
 
     def group_total(self, group: str) -> int:
-        """Units leased at all endpoints of a GPU group, those that have left it among them."""
-        members = [one.id for one in self.state.specs.values() if one.group == group]
-        members += [endpoint for endpoint, former in self.state.left if former == group]
-        return sum(self.in_flight(member) for member in members)
+        """Units leased at all endpoints of a GPU group, those that left it among them; what is lent counts once."""
+        members = {one.id for one in self.state.specs.values() if one.group == group}
+        members |= {endpoint for endpoint, former in self.state.left if former == group}
+        lent = [
+            min(child.cost, parent.cost)
+            for child, parent in self._nested()
+            if child.endpoint in members and parent.endpoint in members
+        ]
+        return sum(self.in_flight(member) for member in members) - sum(lent)
 
-    def _group(self, spec: EndpointSpec) -> GroupView | None:
+    def _nested(self) -> list[tuple[Lease, Lease]]:
+        """The live leases that use the units of another live one, each with that one."""
+        state = self.state
+        pairs = [(one, state.leases.get(one.parent)) for one in state.leases.values() if one.parent]
+        return [
+            (child, parent)
+            for child, parent in pairs
+            if parent is not None and min(child.expires_at_ms, parent.expires_at_ms) > self.now_ms
+        ]
+
+    def lendable(self, spec: EndpointSpec, parent: str) -> int:
+        """Units of the group's budget that a call under this lease may use at another endpoint of the group."""
+        lender = self.state.leases.get(parent)
+        if lender is None or lender.expires_at_ms <= self.now_ms or lender.endpoint == spec.id:
+            return 0
+        if spec.group not in self.state.budgets:
+            return 0
+        home = self.state.specs.get(lender.endpoint)
+        busy = any(child.parent == parent for child, _ in self._nested())
+        return 0 if busy or home is None or home.group != spec.group else lender.cost
+
+    def _group(self, spec: EndpointSpec, parent: str) -> GroupView | None:
         budget = self.state.budgets.get(spec.group)
         if budget is None:
             return None
@@ -170,6 +205,7 @@ class Machine:
             total=self.group_total(spec.group),
             set_aside=sum(max(0, other.floor - self.in_flight(other.id)) for other in others),
             floors=sum(other.floor for other in others),
+            lent=self.lendable(spec, parent) if parent else 0,
         )
 
     # -- leases ----------------------------------------------------------------------------------------------------
@@ -276,6 +312,10 @@ class Machine:
             del state.lines[line]
         return True
 
+    def stands(self, line: Line, waiter: str) -> bool:
+        """Whether a waiter stands in its line, or beside it."""
+        return waiter in self.state.lines.get(line, {}) or (line, waiter) in self.state.held_back
+
     def withdraw(self, line: Line, message: Message) -> bool:
         """Make sure that this worker has the message: it still does, or it stood in the line and comes back.
 
@@ -300,3 +340,19 @@ class Machine:
             deadline_ms=command.deadline_ms,
             process="" if command.message is not None else command.process,
         )
+
+    def drain(self, queue: tuple[str, str], most: int, *, only: Line | None = None) -> int:
+        """Put parked messages back at the tail of their queue, in the order of their lines."""
+        state = self.state
+        lines = {line for line in state.lines if line[1:] == queue and only in (None, line)}
+        beside = {key for key in state.held_back if key[0][1:] == queue and only in (None, key[0])}
+        waiting = [(state.parked[line, waiter].key, line, waiter) for line in lines for waiter in state.lines[line]]
+        waiting += [(state.parked[key].key, *key) for key in beside]
+        moved = 0
+        for _, line, waiter in sorted(waiting)[:most]:
+            self.leave(line, waiter)
+            del state.parked[line, waiter]
+            moved += 1
+            if self.broker.payload(queue, waiter) is not None:
+                self.broker.queues.setdefault(queue, []).append(waiter)
+        return moved

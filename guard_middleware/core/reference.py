@@ -2,6 +2,19 @@
 
 Each verb is one command of the store. Hypothesis drives this machine and the real scripts with the same commands
 and compares replies and state; where they differ, one of them is wrong.
+
+The machine is read from the ground up, each module beside its counterpart in `store/lua`:
+
+    state       what is kept
+    admission   one endpoint and its GPU group, as pure decisions       include/rule
+    breaker     what moves a breaker                                    include/breaker
+    machine     leases, lines, moves between them, the sweep            include/leases, lines, moves, sweep
+    waiting     who waits, who could run it, who is ahead               include/waiting
+    serving     who goes next                                           include/serve
+    reply       what is answered, and answered again                    include/reply
+    held        beats, and what they give back                          beat, include/held
+    operating   operators, goodbyes, the snapshot                       operate, snapshot
+    reference   the way of a call, and what a process publishes         admit, finish, configure
 """
 
 from __future__ import annotations
@@ -10,54 +23,41 @@ from dataclasses import replace
 from typing import assert_never
 
 from guard_middleware.core import breaker as breakers
-from guard_middleware.core.breaker import Breaker, Phase
-from guard_middleware.core.commands import (
-    Action,
-    Ask,
-    Beat,
-    Configure,
-    EndpointSnapshot,
-    Finish,
-    Held,
-    Operate,
-    ParkAs,
-    Reply,
-    Snapshot,
-    Status,
-    Take,
-)
+from guard_middleware.core.breaker import Phase
+from guard_middleware.core.commands import Ask, Configure, Finish, ParkAs, Reply, Status
+from guard_middleware.core.operating import Operator
 from guard_middleware.core.outcome import Outcome
-from guard_middleware.core.serving import Servant, Serving
-from guard_middleware.core.state import BrokerState, GuardState, Lease, Line, Parked, Process, Tombstone
+from guard_middleware.core.state import BrokerState, GuardState, Lease, Line, Parked, Process
 from guard_middleware.core.verdict import Admit, Delay, Impossible, Reason, Reroute
 
 MAX_DENIALS = 3
 FIRST_DENIAL_MS = 1_000
-DRAIN_BATCH = 500
 
 
-class Reference(Servant):
-    """The six verbs over `GuardState`."""
+class Reference(Operator):
+    """The six verbs over `GuardState`: `beat`, `operate` and `snapshot` come with the parts below, the rest is here."""
 
     def __init__(self, state: GuardState | None = None, broker: BrokerState | None = None) -> None:
         super().__init__(state or GuardState(), broker or BrokerState())
 
-    # -- admit -----------------------------------------------------------------------------------------------------
+    # -- admit --------------------------------------------------------------------------------------------------------
 
     def admit(self, command: Ask, now_ms: int) -> Reply:
         """Lease, park, wait or refuse (DESIGN section 5 "Park", steps 1 to 4)."""
         self.begin(now_ms, command.process, command.idle)
         state = self.state
         if not state.epoch or command.endpoint not in state.specs or command.process not in state.processes:
-            return self._reply(Status.UNCONFIGURED, command.process)
+            return self.answer(Status.UNCONFIGURED, command.process)
         lease = state.leases.get(command.lease)
         if lease is not None and not (command.confirm and self._outdated(lease)):
-            return self._admitted(command.lease, lease, command.process)
+            return self.admitted(command.lease, lease, command.process)
         if lease is not None:
             del state.leases[command.lease]
-        tombstone = self._tombstone(command.lease)
+        tombstone = self.tombstone(command.lease)
         if tombstone is not None:
-            return self._repeat(tombstone, command.process, self._idle_parked(command) if command.idle >= 0 else -1)
+            return self.answer_again(
+                tombstone, command.process, self._idle_parked(command) if command.idle >= 0 else -1
+            )
         message = command.message
         line: Line = (command.endpoint, "", "")
         waiter = command.lease
@@ -66,21 +66,23 @@ class Reference(Servant):
             waiter = message.id
             present = self.broker.payload((message.namespace, message.queue), message.id) is not None
             if not present or message.id not in self.broker.ack_set(message):
-                return self._reply(Status.GONE, command.process)
+                return self.answer(Status.GONE, command.process)
         parked = self.record_of(command, line, waiter)
         asking = message is not None and command.take > 0
-        match self.decide(command.endpoint, parked, command.process, asking=asking):
+        match self.decide(command.endpoint, parked, command.process, asking=asking, parent=command.parent):
             case Admit(endpoint=endpoint):
                 if message is None:
                     self.leave(line, waiter)
                     state.parked.pop((line, waiter), None)
                 fresh = self.new_lease(endpoint, command.endpoint, command.process, parked, message)
+                if self.lendable(state.specs[endpoint], command.parent):
+                    fresh = replace(fresh, parent=command.parent)
                 granted, _ = self.grant(command.lease, fresh)
-                return self._admitted(command.lease, granted, command.process)
+                return self.admitted(command.lease, granted, command.process)
             case Impossible(reason=reason):
                 self.leave(line, waiter)
                 state.parked.pop((line, waiter), None)
-                return self._reply(Status.IMPOSSIBLE, command.process, reason=reason)
+                return self.answer(Status.IMPOSSIBLE, command.process, reason=reason)
             case (
                 Delay(reason=reason, retry_after_ms=retry_after_ms)
                 | Reroute(reason=reason, retry_after_ms=retry_after_ms)
@@ -98,22 +100,22 @@ class Reference(Servant):
             self.state.processes[command.process].idle = self._idle_parked(command)
             serving = self.serve(command.process, command.take, command.lease)
             takes = tuple(take.lease for take in serving.takes if take.lease)
-            self._bury(command.lease, Status.PARKED, reason, retry_after_ms, takes)
-            return self._reply(
+            self.bury(command.lease, Status.PARKED, reason, retry_after_ms, takes)
+            return self.answer(
                 Status.PARKED, command.process, reason=reason, retry_after_ms=retry_after_ms, serving=serving
             )
         if reason == Reason.QUEUE_AHEAD:
             self.freed = True  # I9: somebody could go, and now has to hear of it
         if command.wait:
-            if not self._stands(line, waiter):
+            if not self.stands(line, waiter):
                 self.enter(line, waiter, parked)
-            reply = self._reply(Status.WAITING, command.process, reason=reason, retry_after_ms=retry_after_ms)
+            reply = self.answer(Status.WAITING, command.process, reason=reason, retry_after_ms=retry_after_ms)
             granted = self.state.leases.get(command.lease)  # what was free went to this very caller
-            return reply if granted is None else self._with_lease(reply, command.lease, granted)
+            return reply if granted is None else self.with_lease(reply, command.lease, granted)
         if command.slot:
             retry_after_ms = max(retry_after_ms, self._slot(command.endpoint, command.rank))
-            self._bury(command.lease, Status.REFUSED, reason, retry_after_ms, ())  # I11: one slot per message
-        return self._reply(Status.REFUSED, command.process, reason=reason, retry_after_ms=retry_after_ms)
+            self.bury(command.lease, Status.REFUSED, reason, retry_after_ms, ())  # I11: one slot per message
+        return self.answer(Status.REFUSED, command.process, reason=reason, retry_after_ms=retry_after_ms)
 
     def _idle_parked(self, command: Ask) -> int:
         """The process's idle threads once the one that asked is free again, too."""
@@ -133,29 +135,14 @@ class Reference(Servant):
         self.state.slots[endpoint, rank] = slot
         return slot - self.now_ms
 
-    def _admitted(self, lease_id: str, lease: Lease, process: str) -> Reply:
-        return self._with_lease(self._reply(Status.ADMITTED, process), lease_id, lease)
-
-    def _with_lease(self, reply: Reply, lease_id: str, lease: Lease) -> Reply:
-        return replace(
-            reply,
-            status=Status.ADMITTED,
-            reason="",
-            retry_after_ms=0,
-            endpoint=lease.endpoint,
-            generation=lease.generation,
-            probe=self.breaker(lease.endpoint).probe == lease_id,
-            expires_at_ms=lease.expires_at_ms,
-        )
-
-    # -- finish ----------------------------------------------------------------------------------------------------
+    # -- finish -------------------------------------------------------------------------------------------------------
 
     def finish(self, command: Finish, now_ms: int) -> Reply:
         """Release once, count the outcome once, perhaps park, and take for the thread that becomes idle (I5, I9)."""
         self.begin(now_ms, command.process, command.idle)
-        tombstone = self._tombstone(command.lease)
+        tombstone = self.tombstone(command.lease)
         if tombstone is not None:
-            return self._repeat(tombstone, command.process, command.idle)
+            return self.answer_again(tombstone, command.process, command.idle)
         lease = self.state.leases.pop(command.lease, None)
         status = Status.FINISHED
         reason = ""
@@ -172,8 +159,8 @@ class Reference(Servant):
             self.state.parked.pop(((command.home, message.namespace, message.queue), message.id), None)
         serving = self.serve(command.process, command.take, command.lease)
         takes = tuple(take.lease for take in serving.takes if take.lease)
-        self._bury(command.lease, status, reason, 0, takes)
-        return self._reply(status, command.process, reason=reason, serving=serving)
+        self.bury(command.lease, status, reason, 0, takes)
+        return self.answer(status, command.process, reason=reason, serving=serving)
 
     def _elsewhere(self, command: Finish, lease: Lease) -> bool:
         """Whether the message of a live lease is not with its worker any more: stolen, or requeued by its broker."""
@@ -244,98 +231,7 @@ class Reference(Servant):
         self.enter(line, message.id, parked, not_before_ms=not_before_ms)
         return True
 
-    # -- beat ------------------------------------------------------------------------------------------------------
-
-    def beat(self, command: Beat, now_ms: int) -> Reply:
-        """Renew, report, give back, assert, and take (DESIGN section 5 "Beat and sweep")."""
-        self.begin(now_ms, command.process, 0 if command.leaving else command.idle)
-        state = self.state
-        known = state.processes.get(command.process)
-        if not state.epoch or known is None:
-            return self._reply(Status.UNCONFIGURED, command.process)
-        known.alive_until_ms = now_ms + state.rules.lease_ms
-        if command.id != known.beat:
-            known.beat, known.before_ms, known.beaten_at_ms = command.id, known.beaten_at_ms, now_ms
-        known.queues = command.queues
-        known.worker = command.worker
-        stolen = tuple(held.lease for held in command.asserts if not self._assert(command.process, held))
-        lost = tuple(lease_id for lease_id in command.leases if not self._renew(lease_id))
-        for lease_id in command.give_back:
-            self._give_back(lease_id)
-        named = {*command.leases, *(held.lease for held in command.asserts)}
-        explained = {*command.outstanding, command.id}
-        mine = sorted(
-            (one for one, lease in state.leases.items() if lease.process == command.process and not lease.hold),
-            key=lambda one: (len(one), one),
-        )
-        for lease_id in mine:
-            lease = state.leases[lease_id]
-            known_then = lease.started_at_ms < known.before_ms  # else it may be younger than this beat's list
-            if known_then and lease_id not in named and lease_id not in explained and lease.via not in explained:
-                self._give_back(lease_id)
-        again = tuple(one for one in mine if one in state.leases and state.leases[one].via == command.id)
-        repeated = self._takes(again)
-        known.idle = max(0, known.idle - len(repeated))
-        want = 0 if command.leaving else max(0, command.take - len(repeated))
-        if want and not repeated:
-            self._drain_unnamed(known)
-        serving = self.serve(command.process, 0 if repeated else want, command.id)
-        serving.takes = [*repeated, *serving.takes]
-        return replace(self._reply(Status.DONE, command.process, serving=serving), lost=lost, stolen=stolen)
-
-    def _renew(self, lease_id: str) -> bool:
-        """Give a lease its full time again. One that was asked for and not given yet is not lost, just unknown."""
-        lease = self.state.leases.get(lease_id)
-        if lease is None or lease.expires_at_ms <= self.now_ms:  # ended, only not swept yet
-            return False
-        self.state.leases[lease_id] = replace(lease, expires_at_ms=self.now_ms + self.state.rules.lease_ms)
-        return True
-
-    def _give_back(self, lease_id: str) -> None:
-        """End a lease whose call has not begun: its message returns to its place, and its outcome says nothing."""
-        lease = self.state.leases.pop(lease_id, None)
-        if lease is not None:
-            self.put_back(lease)
-            self._bury(lease_id, Status.GONE, "", 0, ())
-
-    def _assert(self, process: str, held: Held) -> bool:
-        """Count a call that still runs. Returns False if somebody else has its message."""
-        state = self.state
-        lease = state.leases.get(held.lease)
-        if lease is not None:
-            return lease.message is not None or held.message is None
-        if self._tombstone(held.lease) is not None:
-            return True
-        message = held.message
-        mine = True
-        place = 0
-        if message is not None:
-            line = (held.home, message.namespace, message.queue)
-            mine = self.withdraw(line, message)
-            known = state.parked.get((line, message.id))
-            place = known.place if known is not None else 0
-        state.leases[held.lease] = Lease(
-            endpoint=held.endpoint,
-            home=held.home,
-            rank=held.rank,
-            cost=held.cost,
-            generation=held.generation,
-            process=process,
-            message=message if mine else None,
-            place=place,
-            deadline_ms=0,
-            expires_at_ms=self.now_ms + state.rules.lease_ms,
-            started_at_ms=self.now_ms,
-        )
-        return mine
-
-    def _drain_unnamed(self, known: Process) -> None:
-        """Put messages of endpoints that no live process names back at the tails of their queues."""
-        for line in sorted(self.state.lines):
-            if line[0] not in self.state.specs and line[1:] in known.queues:
-                self._drain(line[1:], DRAIN_BATCH, only=line)
-
-    # -- configure, operate, snapshot ------------------------------------------------------------------------------
+    # -- configure ----------------------------------------------------------------------------------------------------
 
     def configure(self, command: Configure, now_ms: int) -> Reply:
         """Publish a process's configuration; the first one makes the epoch."""
@@ -351,197 +247,4 @@ class Reference(Servant):
             hold = state.rules.heartbeat_ms if command.first_start_hold_ms < 0 else command.first_start_hold_ms
             state.epoch_until_ms = now_ms + (state.rules.lease_ms if command.epoch else hold)
         self.freed = True  # a ceiling may have risen
-        return self._reply(Status.DONE, command.process)
-
-    def operate(self, command: Operate, now_ms: int) -> Reply:
-        """Carry out one operation."""
-        self.begin(now_ms, "", -1)
-        state = self.state
-        target = command.target
-        count = 0
-        match command.action:
-            case Action.OPEN | Action.CLOSE | Action.RESET:
-                state.breakers[target] = self._forced(command)
-            case Action.OVERRIDE:
-                state.overrides[target] = command.value
-            case Action.CLEAR_OVERRIDE:
-                state.overrides.pop(target, None)
-            case Action.PAUSE:
-                state.paused.add(target)
-            case Action.RESUME:
-                state.paused.discard(target)
-            case Action.DRAIN:
-                alive = any(command.queue in known.queues for known in state.processes.values())
-                if alive and not command.force:
-                    return self._reply(Status.REFUSED_ALIVE, "")
-                count = self._drain(command.queue, command.value or DRAIN_BATCH)
-            case Action.WITHDRAW:
-                self._withdraw_caller(target)
-            case Action.FORGET:
-                self._bye(target)
-            case other:
-                assert_never(other)
-        serving = self.serve("", 0, "")
-        return replace(self._reply(Status.DONE, "", serving=serving), count=count)
-
-    def _forced(self, command: Operate) -> Breaker:
-        before = self.breaker(command.target)
-        generation = before.generation + 1
-        if command.action is Action.OPEN:
-            return Breaker(generation=generation, open_until_ms=self.now_ms + command.value, trips=before.trips)
-        return Breaker(generation=generation)
-
-    def _drain(self, queue: tuple[str, str], most: int, *, only: Line | None = None) -> int:
-        """Put parked messages back at the tail of their queue, in the order of their lines."""
-        state = self.state
-        lines = {line for line in state.lines if line[1:] == queue and only in (None, line)}
-        beside = {key for key in state.held_back if key[0][1:] == queue and only in (None, key[0])}
-        waiting = [(state.parked[line, waiter].key, line, waiter) for line in lines for waiter in state.lines[line]]
-        waiting += [(state.parked[key].key, *key) for key in beside]
-        moved = 0
-        for _, line, waiter in sorted(waiting)[:most]:
-            self.leave(line, waiter)
-            del state.parked[line, waiter]
-            moved += 1
-            if self.broker.payload(queue, waiter) is not None:
-                self.broker.queues.setdefault(queue, []).append(waiter)
-        return moved
-
-    def _withdraw_caller(self, lease_id: str) -> None:
-        """A waiting caller gives up: it leaves the line, and gives back what it was given meanwhile."""
-        for line, waiter in sorted(self.state.parked):
-            if waiter == lease_id and line[1:] == ("", ""):
-                self.leave(line, waiter)
-                del self.state.parked[line, waiter]
-        self._give_back(lease_id)
-
-    def _bye(self, process: str) -> None:
-        """A process ends: what it still holds goes back at once."""
-        mine = sorted(one for one, lease in self.state.leases.items() if lease.process == process and not lease.hold)
-        for lease_id in mine:
-            self._give_back(lease_id)
-        self.forget(process)
-
-    def snapshot(self, now_ms: int) -> Snapshot:
-        """Read everything, change nothing."""
-        self.now_ms = now_ms
-        state = self.state
-        endpoints = {}
-        for endpoint in sorted(state.specs):
-            view = self.view(endpoint)
-            if view is None:
-                continue
-            waiting: dict[int, int] = {}
-            for (line, _), parked in state.parked.items():
-                if line[0] == endpoint and self._stands(line, _):
-                    waiting[parked.rank] = waiting.get(parked.rank, 0) + 1
-            endpoints[endpoint] = EndpointSnapshot(
-                id=endpoint,
-                ceiling=view.ceiling,
-                limit=view.limit(),
-                in_flight=view.in_flight,
-                waiting=waiting,
-                breaker=view.phase(now_ms).value,
-                open_for_ms=max(0, view.breaker.open_until_ms - now_ms),
-                generation=view.breaker.generation,
-                trips=view.breaker.trips,
-                ramp=view.breaker.ramp,
-                probe=view.breaker.probe,
-                paused=view.paused,
-                group=view.spec.group if view.group is not None else "",
-                mean_ms=state.means.get(endpoint, 0),
-            )
-        return Snapshot(
-            at_ms=now_ms,
-            endpoints=endpoints,
-            groups={group: (self.group_total(group), budget) for group, budget in sorted(state.budgets.items())},
-            leases={
-                lease_id: (lease.endpoint, lease.cost, lease.process)
-                for lease_id, lease in state.leases.items()
-                if lease.expires_at_ms > now_ms
-            },
-            processes={process: known.idle for process, known in state.processes.items()},
-            lines={line: tuple(sorted(waiters, key=waiters.__getitem__)) for line, waiters in state.lines.items()},
-        )
-
-    # -- tombstones and replies ------------------------------------------------------------------------------------
-
-    def _tombstone(self, lease_id: str) -> Tombstone | None:
-        tombstone = self.state.tombstones.get(lease_id)
-        if tombstone is None or tombstone.until_ms <= self.now_ms:
-            return None
-        return tombstone
-
-    def _bury(self, lease_id: str, status: Status, reason: str, retry_after_ms: int, takes: tuple[str, ...]) -> None:
-        self.state.tombstones[lease_id] = Tombstone(
-            status=status,
-            until_ms=self.now_ms + self.state.rules.lease_ms,
-            reason=reason,
-            retry_after_ms=retry_after_ms,
-            takes=takes,
-        )
-
-    def _repeat(self, tombstone: Tombstone, process: str, idle: int) -> Reply:
-        """The same answer again, with the same messages as far as they are still leased."""
-        takes = self._takes(tombstone.takes)
-        known = self.state.processes.get(process)
-        if known is not None and idle >= 0:
-            known.idle = max(0, idle - len(takes))
-        serving = self.serve(process, 0, "")  # its hold ended when it spoke
-        serving.takes = takes
-        return self._reply(
-            tombstone.status,
-            process,
-            reason=tombstone.reason,
-            retry_after_ms=tombstone.retry_after_ms,
-            serving=serving,
-        )
-
-    def _takes(self, lease_ids: tuple[str, ...]) -> list[Take]:
-        takes = []
-        for lease_id in lease_ids:
-            lease = self.state.leases.get(lease_id)
-            if lease is None or lease.message is None:
-                continue
-            message = lease.message
-            payload = self.broker.payload((message.namespace, message.queue), message.id)
-            if payload is None:
-                continue
-            takes.append(
-                Take(
-                    lease=lease_id,
-                    endpoint=lease.endpoint,
-                    home=lease.home,
-                    generation=lease.generation,
-                    probe=self.breaker(lease.endpoint).probe == lease_id,
-                    expires_at_ms=lease.expires_at_ms,
-                    rank=lease.rank,
-                    cost=lease.cost,
-                    queue=(message.namespace, message.queue),
-                    message_id=message.id,
-                    payload=payload,
-                )
-            )
-        return takes
-
-    def _reply(
-        self,
-        status: Status,
-        process: str,
-        *,
-        reason: str = "",
-        retry_after_ms: int = 0,
-        serving: Serving | None = None,
-    ) -> Reply:
-        if serving is None and self.freed:  # I9: what the sweep freed is given in the same command
-            serving = self.serve(process, 0, "")
-        return Reply(
-            status=status,
-            reason=reason,
-            retry_after_ms=retry_after_ms,
-            takes=tuple(serving.takes) if serving else (),
-            woken=tuple(serving.woken) if serving else (),
-            next_ms=self.next_ms(),
-            waiting=serving.waiting if serving else -1,
-            epoch=self.state.epoch,
-        )
+        return self.answer(Status.DONE, command.process)

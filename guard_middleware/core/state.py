@@ -40,6 +40,7 @@ class Lease:
         started_at_ms: when it was given.
         hold: it only keeps a unit for `process`, which was notified.
         via: id of the command whose reply hands it over, "" for a lease that was asked for under its own id.
+        parent: the lease whose units of the GPU group's budget it uses as long as that lives, "" for none.
     """
 
     endpoint: str
@@ -55,6 +56,7 @@ class Lease:
     started_at_ms: int
     hold: bool = False
     via: str = ""
+    parent: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ class Reason(StrEnum):
     RESERVED = "reserved"
     GROUP_FULL = "group_full"
     TOO_COSTLY = "too_costly"
-    NESTED = "nested"
 
 
 DELAYS = frozenset({Reason.BREAKER_OPEN, Reason.PROBING, Reason.PAUSED, Reason.RECOVERING})
@@ -27,10 +26,9 @@ DELAYS = frozenset({Reason.BREAKER_OPEN, Reason.PROBING, Reason.PAUSED, Reason.R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit:
-    """The call may start on `endpoint`, as the breaker's probe if `probe`."""
+    """The call may start on `endpoint`."""
 
     endpoint: str
-    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

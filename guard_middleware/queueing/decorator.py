@@ -11,7 +11,7 @@ import dramatiq
 from dramatiq.asyncio import async_to_sync
 
 from guard_middleware.errors import ConfigurationError, GuardError
-from guard_middleware.guard import Guard
+from guard_middleware.guard import Guard, default_guard
 from guard_middleware.priority import Priority
 from guard_middleware.queueing import options, private
 from guard_middleware.queueing.delivery import current_delivery
@@ -145,12 +145,7 @@ def _called(
         return fn(*args, **kwargs)
 
 
-@functools.cache
-def _default_guard() -> Guard:
-    return Guard.from_settings()
-
-
 def _guard_of(broker: dramatiq.Broker) -> Guard:
     """The guard of the broker's middleware, else one with the environment's configuration."""
     found = next((one.guard for one in broker.middleware if hasattr(one, "guard")), None)
-    return found if isinstance(found, Guard) else _default_guard()
+    return found if isinstance(found, Guard) else default_guard()

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dramatiq.middleware import Interrupt
 
-from guard_middleware.core.commands import Finish, ParkAs
+from guard_middleware.core.commands import Finish, ParkAs, Status
 from guard_middleware.core.outcome import Classified, Outcome
-from guard_middleware.errors import AdmissionDenied
+from guard_middleware.errors import AdmissionDenied, StoreUnavailable
+from guard_middleware.observe import events
+from guard_middleware.pauses import Pauses
 from guard_middleware.queueing import private
 
 if TYPE_CHECKING:
     from dramatiq.broker import MessageProxy
 
+    from guard_middleware.core.commands import Reply
     from guard_middleware.holdings import Holding
     from guard_middleware.permit import Permit
-    from guard_middleware.queueing.member import Member
+    from guard_middleware.queueing.turns import Turns
 
 _CUT_OFF = Classified(outcome=Outcome.IGNORED, reason="cut off")
 
@@ -30,13 +35,15 @@ class Delivery:
     interrupted keeps the lease until it ends: it still loads the server.
     """
 
-    def __init__(self, member: Member, proxy: MessageProxy, holding: Holding, permit: Permit) -> None:
-        self.member = member
+    def __init__(self, turns: Turns, proxy: MessageProxy, holding: Holding, permit: Permit) -> None:
         self.proxy = proxy
         self.holding = holding
         self.permit = permit
         self.actor_name: str = proxy.actor_name
         self.begun = False
+        self._turns = turns
+        self._member = turns.member
+        self._heartbeat = turns.member.heartbeat
         self._lock = threading.Lock()
         self._coroutines = 0
         self._ended: Finish | None = None
@@ -81,12 +88,11 @@ class Delivery:
     def _finish(self, verdict: Classified, park: ParkAs) -> bool:
         """Returns whether the message is somewhere else now. A second call repeats the first one (I11)."""
         finish = Finish(
-            process=self.member.heartbeat.process,
+            process=self._heartbeat.process,
             lease=self.holding.lease,
             outcome=verdict.outcome,
             retry_after_ms=verdict.retry_after_ms or 0,
             home=self.holding.home,
-            rank=self.holding.rank,
             message=self.holding.message,
             park=park,
         )
@@ -94,7 +100,62 @@ class Delivery:
             if self._ended is None:
                 self._ended = finish
             still_running = self._coroutines > 0
-        return not still_running and self.member.finish(self.proxy, self._ended, verdict)
+        self.permit.end()
+        return not still_running and self._release(self._ended, verdict)
+
+    def _release(self, finish: Finish, verdict: Classified) -> bool:
+        """Release the lease and take for this thread, which is about to be idle.
+
+        Returns:
+            Whether the message is somewhere else now; then its proxy can do nothing to it any more.
+        """
+        if verdict.outcome is Outcome.OVERLOAD:
+            events.warning("guard.overload", endpoint=finish.home, error=verdict.reason)
+        turn = self._turns.mine()
+        if turn is not None:
+            turn.doubt = finish
+        reply = self._answer(finish)
+        if reply is None:  # whether it was parked is not known: a copy by Retries could be a second one
+            is_elsewhere = finish.park is not ParkAs.NO and self._turns.set_aside(self.proxy)
+        else:
+            is_elsewhere = reply.status in (Status.PARKED, Status.STOLEN, Status.GONE)
+        if is_elsewhere:
+            private.void(self.proxy)
+        if turn is not None:
+            turn.doubt = None
+        return is_elsewhere
+
+    def _answer(self, finish: Finish) -> Reply | None:
+        """Finish until there is an answer; what cannot wait is left to the beats.
+
+        An interrupt that strikes meanwhile ends here: the body has ended, so there is nothing left to interrupt.
+        """
+        struck = False
+        pauses = Pauses()
+        while True:
+            try:
+                return self._heartbeat.finish(self._taking(finish))
+            except StoreUnavailable:
+                if struck or self._heartbeat.leaving:
+                    break
+                try:
+                    time.sleep(next(pauses))
+                except Interrupt:  # raised anywhere in this thread
+                    struck = True
+            except Interrupt:
+                if struck:
+                    break
+                struck = True
+            except Exception as exc:  # noqa: BLE001  # a fault of ours: released all the same
+                events.error("guard.finish_failed", endpoint=finish.home, error=type(exc).__name__)
+                break
+        self._heartbeat.finish_later(finish)
+        return None
+
+    def _taking(self, finish: Finish) -> Finish:
+        if self._heartbeat.leaving:
+            return finish
+        return replace(finish, take=1, idle=self._member.idle(ending=1))
 
     @property
     def outlived(self) -> bool:
@@ -116,7 +177,7 @@ class Delivery:
             self._coroutines -= 1
             late = self._ended if self._coroutines == 0 else None
         if late is not None:
-            self.member.heartbeat.finish_later(late)
+            self._heartbeat.finish_later(late)
 
 
 _current: ContextVar[Delivery | None] = ContextVar("guard_current_delivery", default=None)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from guard_middleware.core.verdict import DELAYS
 from guard_middleware.observe import events
-from guard_middleware.queueing import private
+from guard_middleware.pauses import Pauses
+from guard_middleware.queueing import options, private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 SUFFIX = ".low"
 _SPREAD = 0.1
 _LEAST_MS = 10
-_KEYED_BY_QUEUE = ("pipe_target", "group_completion_uuid")
 
 
 def low_queue_of(queue: str) -> str:
@@ -33,8 +33,7 @@ def consume(worker: Worker, broker: Broker) -> None:
     """Let a worker consume the low-priority queue of each queue that it consumes and that has guarded actors."""
     for actor in list(broker.actors.values()):
         queue = actor.queue_name
-        whitelist = worker.consumer_whitelist
-        if actor.options.get("guard_model") and (not whitelist or queue in whitelist):
+        if actor.options.get(options.MODEL) and private.may_consume(worker, queue):
             private.consume_also(worker, low_queue_of(queue))
 
 
@@ -53,10 +52,10 @@ def postpone(broker: Broker, proxy: MessageProxy, reply: Reply, *, stopping: Cal
     delay_ms = max(_LEAST_MS, reply.retry_after_ms)
     delay_ms += round(delay_ms * _SPREAD * random.random())  # noqa: S311  # later by chance, never earlier
     queue = proxy.queue_name
-    if reply.reason not in DELAYS and not _needs_its_queue(broker, proxy):
+    if reply.reason not in DELAYS and not private.result_needs_queue(broker, proxy):
         queue = low_queue_of(queue)
-    copy = proxy._message.copy(queue_name=queue)  # noqa: SLF001  # Dramatiq offers no other way to the message
-    pause_s = 0.05
+    copy = private.copy_for(queue, proxy)
+    pauses = Pauses()
     while True:
         try:
             broker.enqueue(copy, delay=delay_ms)
@@ -64,17 +63,6 @@ def postpone(broker: Broker, proxy: MessageProxy, reply: Reply, *, stopping: Cal
             if stopping():
                 raise
             events.warning("guard.postpone_failed", queue=queue, error=type(exc).__name__)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 1.0)
+            time.sleep(next(pauses))
         else:
             return
-
-
-def _needs_its_queue(broker: Broker, proxy: MessageProxy) -> bool:
-    """Whether somebody looks for the message's result, whose key contains the queue's name."""
-    if any(proxy.options.get(name) for name in _KEYED_BY_QUEUE):
-        return True
-    actor = broker.get_actor(proxy.actor_name)
-    results = next((one for one in broker.middleware if type(one).__name__ == "Results"), None)
-    default = getattr(results, "store_results", False)
-    return bool(proxy.options.get("store_results", actor.options.get("store_results", default)))

@@ -120,7 +120,7 @@ class GuardMiddleware(Middleware):
         """Ask for the permit, or take the message out of the thread's hands."""
         member = member_of(broker)
         if member is not None:
-            member.before(message)
+            member.turns.before(message)
 
     def after_process_message(
         self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
@@ -142,7 +142,7 @@ class GuardMiddleware(Middleware):
         """The thread is done with its message."""
         member = member_of(broker)
         if member is not None:
-            member.acked()
+            member.turns.acked()
 
     def after_nack(self, broker: Broker, message: MessageProxy) -> None:
         """The thread is done with its message."""
@@ -165,4 +165,4 @@ class GuardMiddleware(Middleware):
 def _after(broker: Broker, message: MessageProxy, exception: BaseException | None) -> None:
     member = member_of(broker)
     if member is not None:
-        member.after(message, exception)
+        member.turns.after(message, exception)

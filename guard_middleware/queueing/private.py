@@ -15,12 +15,16 @@ from dramatiq.asyncio import async_to_sync
 from dramatiq.broker import MessageProxy
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.message import Message
-from dramatiq.middleware import MiddlewareError, SkipMessage
+from dramatiq.middleware import AgeLimit, MiddlewareError, SkipMessage
+from dramatiq.results import Results
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from dramatiq import Broker, Worker
+
+KEYED_BY_QUEUE = frozenset({"pipe_target", "group_completion_uuid"})
+"""Options of a message whose result somebody else looks for, under a key that contains the queue's name."""
 
 FIRST = -(2**40)
 """The local priority of a message that already has its permit: before everything that has not."""
@@ -70,6 +74,31 @@ def delivery_id_of(proxy: MessageProxy) -> str:
     """The id of this delivery in Redis, "" if it has none."""
     found = proxy.options.get("redis_message_id")
     return found if isinstance(found, str) else ""
+
+
+def max_age_of(broker: Broker, proxy: MessageProxy) -> int | None:
+    """The age at which Dramatiq's age limit drops a message, in milliseconds; `None` for never."""
+    limit = next((one for one in broker.middleware if isinstance(one, AgeLimit)), None)
+    if limit is None:
+        return None
+    actor = broker.get_actor(proxy.actor_name)
+    max_age: int | None = proxy.options.get("max_age") or actor.options.get("max_age", limit.max_age)
+    return max_age or None
+
+
+def result_needs_queue(broker: Broker, proxy: MessageProxy) -> bool:
+    """Whether somebody looks for the message's result, whose key contains the queue's name."""
+    if any(proxy.options.get(name) for name in KEYED_BY_QUEUE):
+        return True
+    results = next((one for one in broker.middleware if isinstance(one, Results)), None)
+    default = results is not None and results.store_results
+    actor = broker.get_actor(proxy.actor_name)
+    return bool(proxy.options.get("store_results", actor.options.get("store_results", default)))
+
+
+def copy_for(queue: str, proxy: MessageProxy) -> Message[Any]:
+    """A copy of a delivered message, with the same id, to be enqueued in a queue."""
+    return proxy._message.copy(queue_name=queue)  # noqa: SLF001  # Dramatiq offers no other way to the message
 
 
 def void(proxy: MessageProxy) -> None:
@@ -216,6 +245,11 @@ def reject(broker: Broker, queue: str, delivery_id: str) -> None:
     """Dead-letter a message that cannot even be decoded."""
     if isinstance(broker, RedisBroker):
         broker.do_nack(queue, delivery_id)
+
+
+def may_consume(worker: Worker, queue: str) -> bool:
+    """Whether a worker was started for all queues, or for this one among others."""
+    return not worker.consumer_whitelist or queue in worker.consumer_whitelist
 
 
 def consume_also(worker: Worker, queue: str) -> None:

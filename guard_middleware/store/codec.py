@@ -59,6 +59,7 @@ def encode_admit(command: Ask) -> Call:
     ]
     message = command.message
     if message is None:
+        args.append(command.parent)
         return Call("admit", (), args)
     args += (message.queue, message.id, message.worker)
     return Call("admit", (message.namespace,), args)

@@ -32,11 +32,12 @@ NONCE_S = 60
 MOST_CONNECTIONS = 100_000
 """One for each thread that asks at the same time; their number is not ours to bound."""
 OLDEST_SERVER = 7
+WRONG_URL = "the store's URL must begin with redis://, rediss:// or unix:// and end with a database number"
 
 _pack: Any = getattr(getattr(redis.connection, "hiredis", None), "pack_command", None)
 """The library's packer in C, if it has one, without its wrapper in Python, which costs as much as all the rest."""
 
-_DROPPING = (ReadOnlyError, BusyLoadingError)
+DROPPING = (ReadOnlyError, BusyLoadingError)
 """Answers of a server that is not, or not yet, the one to talk to: connect anew, so that a failover is found."""
 _DROPPING_WORDS = ("READONLY", "LOADING", "MASTERDOWN")
 
@@ -93,8 +94,7 @@ class RedisStore:
                 max_connections=MOST_CONNECTIONS,
             )
         except ValueError:
-            msg = "the store's URL must begin with redis://, rediss:// or unix:// and end with a database number"
-            raise ConfigurationError(msg) from None  # the library's own message may show the password
+            raise ConfigurationError(WRONG_URL) from None  # the library's own message may show the password
         return cls(client, namespace)
 
     def __repr__(self) -> str:
@@ -224,14 +224,13 @@ class RedisStore:
                 try:
                     return self._exchange(connection, words, script)
                 except (redis.ConnectionError, OSError) as exc:
-                    if not reused or isinstance(exc, _DROPPING):
+                    if not reused or isinstance(exc, DROPPING):
                         raise
                     self._drop_idle()
         except (RedisError, OSError) as exc:
-            if isinstance(exc, _DROPPING) or str(exc).startswith(_DROPPING_WORDS):
+            if drops(exc):
                 self._drop_idle()
-            msg = f"the store does not serve ({_told(exc)}): nothing starts until it is back"
-            raise StoreUnavailable(msg) from exc
+            raise unavailable(exc) from exc
 
     def _exchange(self, connection: Any, words: tuple[Any, ...], script: str) -> Any:
         """Send and read on one connection, which stays ours if what came back was a whole reply."""
@@ -246,7 +245,7 @@ class RedisStore:
                 reply = _ask(connection, words)
             whole = True
         except ResponseError as exc:
-            whole = not isinstance(exc, _DROPPING)
+            whole = not isinstance(exc, DROPPING)
             raise
         finally:  # also if a time limit strikes this thread in the middle of a reply
             if whole:
@@ -344,8 +343,13 @@ def _connect(pool: Any) -> Any:
 
 
 def _ask(connection: Any, words: tuple[Any, ...]) -> Any:
-    connection.send_packed_command([_pack(words)] if _pack else connection.pack_command(*words))
+    connection.send_packed_command(pack_command(connection, words))
     return connection.read_response(disable_decoding=True)
+
+
+def pack_command(connection: Any, words: tuple[Any, ...]) -> Any:
+    """A command in the form that a connection sends."""
+    return [_pack(words)] if _pack else connection.pack_command(*words)
 
 
 def _discard(pool: Any, connection: Any) -> None:
@@ -354,6 +358,16 @@ def _discard(pool: Any, connection: Any) -> None:
         connection.disconnect()
     with suppress(RedisError, OSError):
         pool.release(connection)
+
+
+def drops(exc: BaseException) -> bool:
+    """Whether the server says that it is not the one to talk to: connections to it are given up."""
+    return isinstance(exc, DROPPING) or str(exc).startswith(_DROPPING_WORDS)
+
+
+def unavailable(exc: BaseException) -> StoreUnavailable:
+    """What a verb raises for an error of the client library or of the network."""
+    return StoreUnavailable(f"the store does not serve ({_told(exc)}): nothing starts until it is back")
 
 
 def _silent(exc: BaseException) -> StoreUnavailable:

@@ -57,7 +57,7 @@ def test_row_01_an_exception_in_the_hook_never_lets_the_actor_run_unguarded(make
     owner, name = {
         "admit": (member.heartbeat, "admit"),
         "options": (options, "read"),
-        "ask": (member, "_ask"),
+        "ask": (member.turns, "_ask"),
     }[place]
     sound = getattr(owner, name)
     struck = threading.Event()
@@ -155,7 +155,7 @@ def test_row_03_interrupt_in_after_hook_runs_nothing_twice(make_bench, monkeypat
     bench = make_bench()
     work = bench.actor(lambda: None, actor_name="work", max_retries=3)
     bench.start(threads=1)
-    sound = bench.member._let_go_of
+    sound = bench.member.turns._let_go_of
     struck = []
 
     def late(ident):
@@ -164,7 +164,7 @@ def test_row_03_interrupt_in_after_hook_runs_nothing_twice(make_bench, monkeypat
             raise TimeLimitExceeded
         return sound(ident)
 
-    monkeypatch.setattr(bench.member, "_let_go_of", late)
+    monkeypatch.setattr(bench.member.turns, "_let_go_of", late)
     # When a message runs to its end
     message = work.send()
     bench.wait_ended(message)

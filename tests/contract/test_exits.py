@@ -258,7 +258,7 @@ def test_a_coroutine_whose_actor_has_ended_does_not_start_any_more(make_bench):
     wait_until(lambda: len(bench.begun) == 1, 5)  # the event loop is blocked
     message = work.send()
     wait_until(lambda: bench.leases() == 1, 5)
-    (ident,) = bench.member._turns
+    (ident,) = bench.member.turns._turns
     raise_thread_exception(ident, TimeLimitExceeded)
     wait_until(bench.dead, 5)
     wait_until(lambda: bench.leases() == 0, AT_ONCE_S)

@@ -19,8 +19,8 @@ from dramatiq.middleware import CurrentMessage, Middleware, TimeLimitExceeded
 from dramatiq.threading import raise_thread_exception
 
 import guard_middleware
+from guard_middleware import pauses
 from guard_middleware.errors import StoreUnavailable
-from guard_middleware.queueing import member
 from tests.support.deployment import wait_until
 
 PACKAGE = Path(guard_middleware.__file__).parent
@@ -28,7 +28,7 @@ TRACED = {
     str(file)
     for file in [
         *PACKAGE.glob("queueing/*.py"),
-        *(PACKAGE / name for name in ("heartbeat.py", "holdings.py", "permit.py")),
+        *(PACKAGE / name for name in ("heartbeat.py", "threads.py", "pauses.py", "holdings.py", "permit.py")),
     ]
 }
 NOT_OURS = {"after_process_message", "after_skip_message", "filter"}
@@ -181,7 +181,7 @@ class Scene:
         return (
             f"struck={self.striker.struck} threads={bench.threads_alive()} "
             f"stored={bench.stored()} snapshot={bench.snapshot()} held={member.heartbeat.holdings._held} "
-            f"turns={member._turns} queue={bench.worker.work_queue.queue} "
+            f"turns={member.turns._turns} queue={bench.worker.work_queue.queue} "
             f"unfinished={bench.worker.work_queue.unfinished_tasks}"
         )
 
@@ -276,7 +276,7 @@ def test_an_interrupt_at_any_line_leaves_no_permit_and_neither_loses_nor_doubles
 
     Except that an interrupt at the last line of a body, or right behind it, costs a second run: guard or no guard.
     """
-    monkeypatch.setattr(member, "_FIRST_PAUSE_S", 0.002)
+    monkeypatch.setattr(pauses, "FIRST_S", 0.002)
     # Given one undisturbed run, to count the lines
     played = scene(make_bench)
     played.settle(played.play(0))
@@ -294,7 +294,7 @@ def test_an_interrupt_at_any_line_leaves_no_permit_and_neither_loses_nor_doubles
         bench, (name, line, (_, ended_before)) = played.bench, played.striker.struck
         assert bench.threads_alive(), line
         assert bench.member.heartbeat.holdings.in_use() == 0, line
-        assert (bench.member._turns, bench.member._to_requeue) == ({}, []), line
+        assert (bench.member.turns._turns, bench.member._to_requeue) == ({}, []), line
         assert bench.dead() == [], line
         # ...and it ran as often as it would without a guard
         runs = bench.count_of(message)[1]

@@ -144,7 +144,7 @@ def test_every_public_object_and_error_is_quiet(locked_valkey, caplog, namespace
     guard = guard_at(url_of(locked_valkey))
     with guard.permit("chat", timeout=5) as permit:
         assert guard.try_permit("chat") is not None  # lent by the outer one
-        heartbeat = guard._heartbeat()
+        heartbeat = guard.heartbeat()
         said += [guard, guard.settings, permit, permit.endpoint, current_permit(), guard.snapshot(), heartbeat]
         said += [heartbeat.holdings, heartbeat.store, heartbeat.store.client.connection_pool.__class__]
         said += [GuardMiddleware(guard), guard.published(), guard.settings.warnings(), vars(permit)]

@@ -272,7 +272,7 @@ def test_a_real_server_that_refuses_is_unavailable_and_changes_nothing(own_valke
         return Ask(process=heartbeat.process, lease=lease, endpoint="chat", rank=1, cost=1)
 
     assert store.admit(ask("first")).status is Status.ADMITTED
-    finish = Finish(process=heartbeat.process, lease="first", outcome=Outcome.SUCCESS, home="chat", rank=1)
+    finish = Finish(process=heartbeat.process, lease="first", outcome=Outcome.SUCCESS, home="chat")
     before = store.snapshot().leases
     # Out of memory: no lease is given. (A release would be carried out, and all of it: it frees memory first.)
     own_valkey.call("CONFIG", "SET", "maxmemory", 1)

@@ -138,15 +138,16 @@ class Play:
         elif reply.status in (Status.IMPOSSIBLE, Status.GONE):
             self.finish_message(message)
 
-    def caller(self, a, b, c, d, e, *_):
+    def caller(self, a, b, c, d, e, f, g):
         process, endpoint = PROCESSES[a % len(PROCESSES)], ENDPOINTS[b % len(ENDPOINTS)]
         lease = self.new_id("C")
         if e % 4 == 3 and self.callers:
             process, endpoint, lease = self.callers[d % len(self.callers)]
+        parent = list(self.leases)[g % len(self.leases)] if self.leases and f % 3 == 0 else ""
         reply = self.ask(
             Ask(
                 process=process, lease=lease, endpoint=endpoint, rank=(1, 0, 3)[c % 3], cost=(1, 1, 2, 3)[d % 4],
-                wait=e % 4 > 0, slot=e % 4 == 0, idle=-1,
+                wait=e % 4 > 0, slot=e % 4 == 0, idle=-1, parent=parent,
             )
         )  # fmt: skip
         self.callers.append((process, endpoint, lease))
@@ -157,7 +158,7 @@ class Play:
         if not self.leases:
             return
         lease = list(self.leases)[a % len(self.leases)]
-        process, home, rank, message, _ = self.leases[lease]
+        process, home, _, message, _ = self.leases[lease]
         outcome = (
             Outcome.SUCCESS,
             Outcome.OVERLOAD,
@@ -172,7 +173,7 @@ class Play:
         reply = self.ask(
             Finish(
                 process=process, lease=lease, outcome=outcome, retry_after_ms=(0, 0, 3_000)[d % 3], home=home,
-                rank=rank, message=message, park=park, take=e % 3 if message else 0, idle=f % 4 - 1,
+                message=message, park=park, take=e % 3 if message else 0, idle=f % 4 - 1,
             )
         )  # fmt: skip
         if f % 16 < 15:  # else it does not know that it has ended

@@ -83,6 +83,16 @@ def endpoint_admits(state, now, endpoint, rank, cost, *, aged=False):
     return True
 
 
+def lent_units(state, now, leases):
+    """Units among these that a call under another one of them uses while that one lives: they count once."""
+    lent = 0
+    for one in leases:
+        parent = state.leases.get(one.parent)
+        if parent is not None and parent in leases and parent.expires_at_ms > now:
+            lent += min(one.cost, parent.cost)
+    return lent
+
+
 def budget_left(state, now, endpoint, *, rank=0, aged=False):
     """Rule 6 and the budget's half of 5: what the group would still give to this endpoint, `None` for no bound."""
     one = state.specs[endpoint]
@@ -90,7 +100,8 @@ def budget_left(state, now, endpoint, *, rank=0, aged=False):
     if budget is None:
         return None
     members = [other for other in state.specs.values() if other.group == one.group]
-    total = sum(in_flight(state, now, other.id) for other in members)
+    there = [lease for other in members for lease in live(state, now, other.id)]
+    total = sum(lease.cost for lease in there) - lent_units(state, now, there)
     aside = sum(max(0, other.floor - in_flight(state, now, other.id)) for other in members if other.id != endpoint)
     left = budget - total - aside
     if rank >= BACKGROUND and not aged and closed(state, endpoint):
@@ -140,8 +151,8 @@ class Watched(Reference):
         one = self.state.specs.get(home)
         return one is not None and one.fallback == endpoint and not closed(self.state, home)
 
-    def decide(self, home, parked, process, *, asking):
-        verdict = super().decide(home, parked, process, asking=asking)
+    def decide(self, home, parked, process, *, asking, parent=""):
+        verdict = super().decide(home, parked, process, asking=asking, parent=parent)
         if isinstance(verdict, Admit):
             self.check_nobody_overtaken(home, verdict.endpoint, parked, process if asking else "")
         return verdict
@@ -172,8 +183,12 @@ class Watched(Reference):
         left = budget_left(state, now, endpoint)
         assert left is None or left >= 0, "I1: over the budget"
         self.begun_in[lease_id] = one.group
-        there = [x.cost for name, x in state.leases.items() if self.begun_in.get(name) == one.group]
-        assert sum(there) <= state.budgets.get(one.group, sum(there)), "I1: over the budget, with those that left it"
+        there = [x for name, x in state.leases.items() if self.begun_in.get(name) == one.group]
+        units = sum(x.cost for x in there) - lent_units(state, now, there)
+        assert units <= state.budgets.get(one.group, units), "I1: over the budget, with those that left it"
+        if lease.parent:
+            assert state.leases[lease.parent].endpoint != endpoint
+            assert [x.parent for x in state.leases.values()].count(lease.parent) == 1, "one call at a time"
         breaker = state.breakers.get(endpoint, Breaker())
         if one.breaker and breaker.ramp >= 0:
             present = [x.cost for x in live(state, now, endpoint) if x.generation == breaker.generation]
@@ -366,6 +381,8 @@ class Chaos:
         wait = self.pick([True, True, False])
         more = {"rank": self.pick([0, 1, 3]), "cost": self.pick([1, 1, 2]), "wait": wait}
         slot = not wait and self.pick([False, True])
+        if not wait and self.running and self.pick([False, True]):
+            more["parent"] = self.pick(self.running).lease
         self.ask(self.world.command(self.pick(self.alive), self.pick(ENDPOINTS), slot=slot, **more))
 
     def ask_again(self):

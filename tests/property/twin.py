@@ -279,7 +279,8 @@ class Stored:
                 live[lease_id] = one | {"hold": one["hold"] == 1}
                 live[lease_id] |= dict(zip(("endpoint", "home", "process", "via"), texts[:4], strict=True))
                 names = ("namespace", "queue", "id", "worker")
-                live[lease_id]["message"] = dict(zip(names, texts[4:], strict=True)) if texts[6] else None
+                live[lease_id]["message"] = dict(zip(names, texts[4:8], strict=True)) if texts[6] else None
+                live[lease_id]["parent"] = texts[8]
             else:
                 one, texts = numbers("status until away retry_after", packed[1:])
                 until = one["until"] + self.clock["away"] - one["away"]
@@ -289,6 +290,7 @@ class Stored:
         assert set(live) == set(expiries), "a lease's record and its units go together"
         assert {lease_id: one["cost"] for lease_id, one in live.items()} == dict(units)
         assert {endpoint for endpoint, _ in expiries.values()} <= set(self.table("leased") or [])
+        assert set(self.zset("nested")) == {lease_id for lease_id, one in live.items() if one["parent"]}
         held = {one["process"] for one in live.values() if one["hold"]}
         assert held == {process for process, one in self.reported().items() if one["held"]}
         for lease_id, one in live.items():

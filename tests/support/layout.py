@@ -40,7 +40,7 @@ from dramatiq.rate_limits.backends import StubBackend as Barriers
 from dramatiq.results import Results
 from dramatiq.results.backends import RedisBackend
 
-from guard_middleware.queueing import low_queue, private
+from guard_middleware.queueing import private
 from tests.support.bench import Bench
 from tests.support.deployment import wait_until
 
@@ -504,7 +504,7 @@ def groups_and_pipelines_mark_their_members(world: World) -> None:
     whole.run()
     sent = Message.decode(broker.queues["default"].get_nowait())
     assert "group_completion_uuid" in sent.options
-    assert {"pipe_target", "group_completion_uuid"} == set(low_queue._KEYED_BY_QUEUE)
+    assert {"pipe_target", "group_completion_uuid"} == private.KEYED_BY_QUEUE
 
 
 @check

@@ -16,7 +16,7 @@ from dramatiq import Middleware
 from dramatiq.middleware import CurrentMessage
 
 from guard_middleware import GuardMiddleware, current_permit, guarded
-from guard_middleware.queueing.member import Member
+from guard_middleware.queueing.delivery import Delivery
 from tests.support import app
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -36,7 +36,7 @@ class Arrivals(Middleware):
 app.broker.add_middleware(Arrivals(), before=GuardMiddleware)
 
 if os.environ.get("APP_FORGET_RELEASE") == "1":  # what a lost release would do
-    Member.finish = lambda *_: None
+    Delivery._release = lambda *_: None
 
 
 def call(*, timeout_s: float = app.TIMEOUT_S, **headers: str) -> None:

@@ -192,7 +192,6 @@ class World:
             outcome=outcome,
             retry_after_ms=retry_after_ms,
             home=call.home,
-            rank=call.rank,
             message=call.message,
             park=park,
             take=take,
@@ -287,7 +286,8 @@ class World:
 
     def line(self, endpoint="e", queue="q"):
         """Message ids in the order of one line."""
-        return list(self.rule.snapshot(self.now).lines.get((endpoint, NAMESPACE, queue), ()))
+        waiters = self.rule.state.lines.get((endpoint, NAMESPACE, queue), {})
+        return sorted(waiters, key=waiters.__getitem__)
 
     def acks(self, process="p", queue="q"):
         return set(self.rule.broker.acks.get((NAMESPACE, f"w-{process}", queue), set()))

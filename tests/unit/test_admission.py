@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,10 +11,11 @@ from guard_middleware.core.admission import (
     GroupView,
     View,
     endpoint_reason,
+    fits_alone,
     group_reason,
-    hopeless,
-    impossible,
-    inside_floor,
+    never_fits,
+    takes_from_others,
+    takes_from_others,
     reserve_of,
 )
 from guard_middleware.core.breaker import Breaker, Phase
@@ -102,38 +104,38 @@ def test_fraction_is_clamped(fraction, reserve):
 # -- rule 1 ------------------------------------------------------------------------------------------------------------
 
 
-def test_cost_above_published_ceiling_is_impossible():
+def test_cost_above_published_ceiling_never_fits():
     """Rule 1: a cost equal to the ceiling is possible, one more never."""
-    assert not impossible(view(ceiling=4), 4)
-    assert impossible(view(ceiling=4), 5)
+    assert not never_fits(view(ceiling=4), 4)
+    assert never_fits(view(ceiling=4), 5)
 
 
 def test_cost_above_an_override_only_delays():
     """Rule 1 looks at what was published: an override below the cost is an operator's wish of the moment."""
     low = view(ceiling=4, force=2)
 
-    assert not impossible(low, 4)
+    assert not never_fits(low, 4)
     assert at_endpoint(low, cost=4) is Reason.ENDPOINT_FULL
 
 
 def test_cost_within_an_override_is_still_impossible_above_the_published_ceiling():
     """An override upwards makes no new kinds of calls possible: the published number is the server's."""
-    assert impossible(view(ceiling=4, force=8), 5)
+    assert never_fits(view(ceiling=4, force=8), 5)
 
 
-def test_cost_above_the_budget_is_impossible():
+def test_cost_above_the_budget_never_fits():
     """Rule 1: of the budget, what the others' floors leave counts, because idle floors are set aside as well."""
-    assert not impossible(view(ceiling=9, group=group(budget=6)), 6)
-    assert impossible(view(ceiling=9, group=group(budget=6)), 7)
-    assert not impossible(view(ceiling=9, group=group(budget=6, floors=2)), 4)
-    assert impossible(view(ceiling=9, group=group(budget=6, floors=2)), 5)
+    assert not never_fits(view(ceiling=9, group=group(budget=6)), 6)
+    assert never_fits(view(ceiling=9, group=group(budget=6)), 7)
+    assert not never_fits(view(ceiling=9, group=group(budget=6, floors=2)), 4)
+    assert never_fits(view(ceiling=9, group=group(budget=6, floors=2)), 5)
 
 
-def test_pause_and_ramp_and_full_endpoint_make_nothing_impossible():
+def test_pause_and_ramp_and_full_endpoint_make_nothing_unfit_for_ever():
     """Only configuration decides what can never be."""
     ramp = Breaker(generation=2, ramp=0, trips=1)
 
-    assert not impossible(view(paused=True, in_flight=4, breaker=ramp, group=group(total=6)), 4)
+    assert not never_fits(view(paused=True, in_flight=4, breaker=ramp, group=group(total=6)), 4)
 
 
 # -- rule 2 ------------------------------------------------------------------------------------------------------------
@@ -317,13 +319,15 @@ def test_budget_minus_the_others_unused_floors(total, set_aside, full):
     assert (in_group(one) is Reason.GROUP_FULL) is full
 
 
-def test_inside_floor_is_up_to_its_own_floor():
-    """The sum of what it has and the cost is at most its floor, and only where there is a budget."""
+def test_call_takes_from_others_beyond_its_own_floor():
+    """Where there is a budget: what it has and the cost are more than its floor, and not all of the cost is lent."""
     member = {"floor": 2, "group": group()}
 
-    assert [inside_floor(view(in_flight=held, **member), 1) for held in range(4)] == [True, True, False, False]
-    assert not inside_floor(view(in_flight=1, **member), 2)
-    assert not inside_floor(view(floor=2), 1)
+    assert [takes_from_others(view(in_flight=held, **member), 1) for held in range(4)] == [False, False, True, True]
+    assert takes_from_others(view(in_flight=1, **member), 2)
+    assert not takes_from_others(view(floor=2), 3)
+    assert not takes_from_others(view(in_flight=3, floor=2, group=replace(group(), lent=1)), 1)
+    assert takes_from_others(view(in_flight=3, floor=2, group=replace(group(), lent=1)), 2)
 
 
 # -- who waits in vain -------------------------------------------------------------------------------------------------
@@ -331,10 +335,10 @@ def test_inside_floor_is_up_to_its_own_floor():
 
 def waits_in_vain(one, *, rank=ORCHESTRATION, cost=1):
     """Whether no release could let the call go."""
-    return hopeless(one, rank=rank, cost=cost, now_ms=NOW)
+    return not fits_alone(one, rank=rank, cost=cost, now_ms=NOW)
 
 
-def test_waiter_is_hopeless_only_if_no_release_can_help():
+def test_waiter_waits_in_vain_only_if_no_release_can_help():
     """A full endpoint or group is no reason, an override below the cost is."""
     assert not waits_in_vain(view(in_flight=4), cost=4)
     assert not waits_in_vain(view(ceiling=9, group=group(total=6)), cost=6)
@@ -342,7 +346,7 @@ def test_waiter_is_hopeless_only_if_no_release_can_help():
     assert waits_in_vain(view(ceiling=9, group=group(budget=6, floors=1)), cost=6)
 
 
-def test_background_is_hopeless_above_what_the_reserve_leaves():
+def test_background_waits_in_vain_above_what_the_reserve_leaves():
     """Only its ageing turn can let it go; as the probe it can go, too."""
     assert not waits_in_vain(view(reserve=1), rank=BACKGROUND, cost=3)
     assert waits_in_vain(view(reserve=1), rank=BACKGROUND, cost=4)

@@ -49,9 +49,10 @@ def test_admit_goes_out_in_the_order_of_its_header():
 
 def test_admit_of_a_caller_names_no_message():
     """The script tells callers by what is missing."""
-    call = codec.encode_admit(Ask(process="p", lease="l", endpoint="e", rank=1))
+    call = codec.encode_admit(Ask(process="p", lease="l", endpoint="e", rank=1, parent="outer"))
     assert call.keys == ()
-    assert {"queue", "message", "worker"}.isdisjoint(named(call))
+    assert {"message", "worker"}.isdisjoint(named(call))
+    assert call.args[-1] == "outer"
 
 
 def test_finish_goes_out_in_the_order_of_its_header():

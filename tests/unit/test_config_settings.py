@@ -29,6 +29,7 @@ DEFAULTS: dict[str, tuple[str, object]] = {
     "GUARD_MODELS_FILE": ("models_file", None),
     "GUARD_NAMESPACE": ("namespace", "default"),
     "GUARD_STORE_TIMEOUT_S": ("store_timeout_s", 2.0),
+    "GUARD_UNKNOWN_SERVERS": ("unknown_servers", "pass"),
     "GPU_CONCURRENCY_BUDGETS": ("gpu_concurrency_budgets", {}),
     "GPU_RESERVED_ROLES": ("gpu_reserved_roles", ("chat", "generator", "default", "lite", "super")),
     "KG_ADAPTIVE_CONCURRENCY": ("kg_adaptive_concurrency", False),
@@ -112,6 +113,7 @@ def test_environment_is_read_and_keywords_win(monkeypatch: pytest.MonkeyPatch) -
         "GUARD_LEASE_S": "1.5",
         "GUARD_MODELS": '[{"id": "a"}]',
         "GUARD_NAMESPACE": "blue",
+        "GUARD_UNKNOWN_SERVERS": "Refuse",
         "GPU_CONCURRENCY_BUDGETS": '{"gb10": 4}',
         "GPU_RESERVED_ROLES": "chat, Lite ,",
         "KG_ADAPTIVE_CONCURRENCY": "on",
@@ -130,6 +132,7 @@ def test_environment_is_read_and_keywords_win(monkeypatch: pytest.MonkeyPatch) -
     assert (settings.config_revision, settings.hold_ms, settings.kg_llm_priority_reserve) == (7, 0, 3)
     assert (settings.lease_s, settings.heartbeat_s, settings.first_start_hold_ms) == (1.5, 0.5, 0)
     assert settings.models == (EndpointConfig(id="a"),)
+    assert settings.unknown_servers == "refuse"
     assert settings.gpu_concurrency_budgets == {"gb10": 4}
     assert settings.gpu_reserved_roles == ("chat", "lite")
     assert (settings.model_circuit_breaker, settings.kg_adaptive_concurrency) == (False, True)
@@ -252,6 +255,13 @@ def test_switch_reads_words_for_no(word: object) -> None:
 def test_switch_refuses_what_is_neither(word: object) -> None:
     """A misspelled switch is not silently off or on."""
     assert "MODEL_CIRCUIT_BREAKER must be true or false" in refusal(model_circuit_breaker=word)
+
+
+@pytest.mark.parametrize("word", ["passed", "block", "true", True, None, 0, []])
+def test_unknown_servers_pass_or_are_refused(word: object) -> None:
+    """Whoever wants unknown servers refused does not get them passed for a slip of the pen."""
+    assert "GUARD_UNKNOWN_SERVERS must be pass or refuse" in refusal(unknown_servers=word)
+    assert GuardSettings(unknown_servers=" PASS ").unknown_servers == "pass"
 
 
 @pytest.mark.parametrize(

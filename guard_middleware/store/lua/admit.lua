@@ -14,8 +14,8 @@
   ARGV[8] idle             idle threads of the process, -1 leaves what was reported
   ARGV[9] deadline_ms      when the message is too old, 0 for never
   ARGV[10] flags           letters: c confirm, s slot, w wait
-  ARGV[11] queue           of the message; this and the next two only with a message
-  ARGV[12] message         the broker's id of the delivery
+  ARGV[11] queue           of the message; without one, the lease under which the call is made, "" for none
+  ARGV[12] message         the broker's id of the delivery; this and the next only with a message
   ARGV[13] worker          the broker's id of the worker whose ack set holds it
   Reply: flat, see include/reply
      0 ADMITTED
@@ -34,7 +34,7 @@
 -- nothing, and there is room.
 do
   local process, lease_id, endpoint, rank = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
-  local namespace, queue, message, worker = KEYS[2], ARGV[11], ARGV[12], ARGV[13]
+  local namespace, queue, message, worker = KEYS[2], KEYS[2] and ARGV[11], ARGV[12], ARGV[13]
   local fields = call("HMGET", STATE, "clock", "lines", "process:" .. process, "endpoint:" .. endpoint)
   local packed, known, one = fields[1], fields[3], fields[4]
   if packed and not fields[2] and known and one and ARGV[6] == "1" then
@@ -56,7 +56,7 @@ do
       and call("SET", LEASE .. lease_id, "L"
         .. pack_numbers(LEASE_NUMBERS, rank, 1, places + 1, ARGV[9], now, generation, 0)
         .. endpoint .. "\31" .. endpoint .. "\31" .. process .. "\31\31" .. (namespace or "") .. "\31" .. (queue or "")
-        .. "\31" .. (message or "") .. "\31" .. (worker or ""), "NX") then
+        .. "\31" .. (message or "") .. "\31" .. (worker or "") .. "\31", "NX") then
       local expires_at_ms = now + lease_ms
       call("ZADD", UNITS .. endpoint, expires_at_ms, lease_id)
       local changed = { "clock", pack_numbers(">ddd", now, min(due, expires_at_ms), places + 1) .. packed:sub(25) }
@@ -89,8 +89,8 @@ local LONGEST_SLOT_MS = 30000
 
 local process, lease_id, endpoint = ARGV[2], ARGV[3], ARGV[4]
 local rank, cost, take, idle = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local deadline_ms, flags = tonumber(ARGV[9]), ARGV[10]
-local namespace, queue, message, worker = KEYS[2], ARGV[11], ARGV[12], ARGV[13]
+local deadline_ms, flags, parent = tonumber(ARGV[9]), ARGV[10], not KEYS[2] and ARGV[11] ~= "" and ARGV[11] or nil
+local namespace, queue, message, worker = KEYS[2], KEYS[2] and ARGV[11], ARGV[12], ARGV[13]
 
 prefetch({ "clock", "lines", "process:" .. process, "endpoint:" .. endpoint, "texts:" .. endpoint, "said:" .. process })
 begin(process, idle)
@@ -145,7 +145,7 @@ if not parked then
 end
 
 -- Step 3: lease.
-local chosen, reason, retry_after_ms = decide(endpoint, parked, message and take > 0 and process or "")
+local chosen, reason, retry_after_ms = decide(endpoint, parked, message and take > 0 and process or "", parent)
 if chosen then
   if known and not message then
     lines().leave(line, waiter, parked)
@@ -155,6 +155,7 @@ if chosen then
     endpoint = chosen, home = endpoint, rank = parked.rank, cost = parked.cost, process = process,
     place = parked.place, deadline_ms = parked.deadline_ms,
     namespace = namespace, queue = queue, message = message, worker = worker,
+    parent = parent and lendable(chosen, parent) > 0 and parent or nil,
   }
   give_role(lease_id, chosen)
   return admitted(fresh, grant(lease_id, fresh))

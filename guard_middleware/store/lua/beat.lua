@@ -64,7 +64,8 @@ local function assert_again(id, held)
     local line = lines().name(held.home, held.namespace, held.queue)
     mine = withdraw(line, held.message, held.worker)
     local known = lines().parked(line, held.message)
-    held.place = known and known.place or 0
+    if not known then clock.places = clock.places + 1 end
+    held.place = known and known.place or clock.places
     if not mine then held.namespace, held.queue, held.message, held.worker = nil, nil, nil, nil end
   end
   may_lease(held.endpoint)

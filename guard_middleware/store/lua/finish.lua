@@ -44,7 +44,7 @@ do
       and open_until == 0 and fails == 0 and ramp == -1 and named == 1 and call("GET", LEASE .. lease_id)
     if lease and lease:byte(1) == 76 then
       local _, cost, _, _, started, _, _, texts = numbers(LEASE_NUMBERS, lease, 2)
-      if cost == 1 and lease:match("^[^\31]*", texts) == ARGV[6]
+      if cost == 1 and lease:byte(-1) == 31 and lease:match("^[^\31]*", texts) == ARGV[6]
         and (not message or (lease:find("\31" .. message .. "\31", texts, true)
           and call("SISMEMBER", namespace .. ":__acks__." .. ARGV[12] .. "." .. queue, message) == 1)) then
         call("ZREM", UNITS .. ARGV[6], lease_id)

@@ -63,6 +63,8 @@ elseif action == "withdraw" then
     end
   end
   give_back(target)
+  local lease, tombstone = lease_of(target)
+  if not lease and not tombstone then bury(target, GONE, "", 0) end -- its ask may still be on the way
 elseif action == "forget" then
   for _, id in ipairs(leases_of(target)) do give_back(id) end
   forget_process(target)

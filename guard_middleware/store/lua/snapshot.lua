@@ -6,7 +6,8 @@
   Reply: {status, at_ms, endpoints, groups, leases, processes, lines}, each of the five a list of lists: endpoint (id,
          ceiling, limit, in_flight, breaker, open_for_ms, generation, trips, ramp, probe, paused, group, mean_ms, rank
          and number of waiters...); group (id, units, budget); lease (id, endpoint, cost, process); process (id, idle);
-         line (endpoint, namespace, queue, waiters in order...)
+         line (endpoint, namespace, queue, the first 200 waiters in order...). Of those that stand beside a line the
+         first 1000 are counted
      9 DONE
 ]]
 --- @include "state"
@@ -16,37 +17,40 @@
 --- @include "lines"
 
 local DONE = 9
+local FIRST, MOST_BESIDE = 200, 1000
 prefetch({ "clock", "lines", "endpoints", "leased", "budgets" })
 
 -- Waiters by endpoint and rank, those that stand beside a line among them.
 local waiting, standing = {}, {}
 
-local function count(endpoint, rank)
+local function count(endpoint, rank, number)
+  if number == 0 then return end
   local ranks = waiting[endpoint] or {}
-  ranks[rank] = (ranks[rank] or 0) + 1
+  ranks[rank] = (ranks[rank] or 0) + number
   waiting[endpoint] = ranks
 end
 
 for _, line in ipairs(lines().all()) do
   local parts = lines().parts(line)
   local row = { parts.endpoint, parts.namespace, parts.queue }
-  local found = call("ZRANGE", root .. "line:" .. line, 0, -1, "WITHSCORES")
-  for index = 1, #found, 2 do
-    row[#row + 1] = found[index]
-    count(parts.endpoint, floor(tonumber(found[index + 1]) / RANK))
+  for _, waiter in ipairs(call("ZRANGE", root .. "line:" .. line, 0, FIRST - 1)) do row[#row + 1] = waiter end
+  for rank = 0, BACKGROUND do
+    count(parts.endpoint, rank,
+      call("ZCOUNT", root .. "line:" .. line, rank * RANK, "(" .. ("%.0f"):format((rank + 1) * RANK)))
   end
   standing[#standing + 1] = row
 end
-for _, member in ipairs(call("ZRANGE", root .. "held_back", 0, -1)) do
+for _, member in ipairs(call("ZRANGE", root .. "held_back", 0, MOST_BESIDE - 1)) do
   local line, waiter = member:match("^(.-\31.-\31.-)\31(.*)$")
-  count(lines().parts(line).endpoint, lines().parked(line, waiter).rank)
+  count(lines().parts(line).endpoint, lines().parked(line, waiter).rank, 1)
 end
 
-local rows, groups, totals = {}, {}, {}
+local rows, groups, totals, members = {}, {}, {}, {}
 for _, endpoint in ipairs(record("endpoints") or {}) do
   local one, units, group = endpoint_of(endpoint), in_flight(endpoint), texts_of(endpoint).group
   local ceiling = ceiling_of(one)
   totals[group] = (totals[group] or 0) + units
+  members[endpoint .. "\31" .. group] = true
   local row = {
     endpoint, ceiling, (one.ramp == -1 or not one.breaker) and ceiling or min(ceiling, 1 + one.ramp), units,
     phase_of(one), max(0, one.open_until_ms - now), one.generation, one.trips, one.ramp, one.probe,
@@ -58,9 +62,19 @@ for _, endpoint in ipairs(record("endpoints") or {}) do
   end
   rows[#rows + 1] = row
 end
-for _, one in ipairs(record("left") or {}) do totals[one.group] = (totals[one.group] or 0) + in_flight(one.id) end
+for _, one in ipairs(record("left") or {}) do
+  totals[one.group] = (totals[one.group] or 0) + in_flight(one.id)
+  members[one.id .. "\31" .. one.group] = true
+end
+local lent = nested()
 for group, budget in pairs(record("budgets") or {}) do
-  groups[#groups + 1] = { group, totals[group] or 0, budget }
+  local total = totals[group] or 0
+  for _, pair in ipairs(lent) do        -- what is lent counts once
+    if members[pair.child.endpoint .. "\31" .. group] and members[pair.parent.endpoint .. "\31" .. group] then
+      total = total - min(pair.child.cost, pair.parent.cost)
+    end
+  end
+  groups[#groups + 1] = { group, total, budget }
 end
 
 local leases, alive = {}, {}

@@ -4,7 +4,8 @@
   what is in flight, and an expired unit stops counting at its instant, swept or not.
 ]]
 
-local TEXTS = "^" .. ("([^\31]*)\31"):rep(7) .. "(.*)$"
+local TEXTS = "^" .. ("([^\31]*)\31"):rep(8) .. "(.*)$"
+local NESTED = root .. "nested"
 local counted_units = {}
 
 -- The lease of that id, or false; and what became of it, or false.
@@ -21,10 +22,10 @@ local function lease_of(id)
     }
   end
   local rank, cost, place, deadline, started, generation, hold, rest = numbers(LEASE_NUMBERS, packed, 2)
-  local endpoint, home, process, via, namespace, queue, message, worker = packed:match(TEXTS, rest)
+  local endpoint, home, process, via, namespace, queue, message, worker, parent = packed:match(TEXTS, rest)
   local lease = {
     rank = rank, cost = cost, place = place, deadline_ms = deadline, started_at_ms = started, generation = generation,
-    hold = hold == 1, endpoint = endpoint, home = home, process = process, via = via,
+    hold = hold == 1, endpoint = endpoint, home = home, process = process, via = via, parent = parent,
   }
   if message ~= "" then
     lease.namespace, lease.queue, lease.message, lease.worker = namespace, queue, message, worker
@@ -36,7 +37,7 @@ local function write_lease(id, lease)
   call("SET", LEASE .. id, "L" .. pack_numbers(LEASE_NUMBERS, lease.rank, lease.cost, lease.place, lease.deadline_ms,
     lease.started_at_ms, lease.generation, lease.hold and 1 or 0) .. lease.endpoint .. "\31" .. lease.home .. "\31"
     .. lease.process .. "\31" .. (lease.via or "") .. "\31" .. (lease.namespace or "") .. "\31" .. (lease.queue or "")
-    .. "\31" .. (lease.message or "") .. "\31" .. (lease.worker or ""))
+    .. "\31" .. (lease.message or "") .. "\31" .. (lease.worker or "") .. "\31" .. (lease.parent or ""))
 end
 
 --[[
@@ -63,6 +64,7 @@ local function set_expiry(id, lease, expires_at_ms)
   local units = UNITS .. lease.endpoint
   call("ZADD", units, expires_at_ms, id)
   for unit = 2, lease.cost do call("ZADD", units, expires_at_ms, id .. "\31" .. unit) end
+  if lease.parent and lease.parent ~= "" then call("ZADD", NESTED, expires_at_ms, id) end
   counted_units[lease.endpoint] = nil
   if expires_at_ms < clock.due_ms then clock.due_ms = expires_at_ms end
 end
@@ -104,6 +106,7 @@ local function end_lease(id, lease, keep_record)
   local units = UNITS .. lease.endpoint
   call("ZREM", units, id)
   for unit = 2, lease.cost do call("ZREM", units, id .. "\31" .. unit) end
+  if lease.parent and lease.parent ~= "" then call("ZREM", NESTED, id) end
   counted_units[lease.endpoint] = nil
   local known = lease.hold and process_of(lease.process)
   if known then
@@ -116,4 +119,15 @@ end
 -- When a lease ends.
 local function expiry_of(id, lease)
   return tonumber(call("ZSCORE", UNITS .. lease.endpoint, id) or 0)
+end
+
+-- The live leases that use the units of another live one, as { child, parent }; bounded by what is in flight.
+local function nested()
+  local pairs_of = {}
+  for _, id in ipairs(call("ZRANGEBYSCORE", NESTED, now + 1, "+inf")) do
+    local child = lease_of(id)
+    local parent = child and lease_of(child.parent)
+    if parent and expiry_of(child.parent, parent) > now then pairs_of[#pairs_of + 1] = { child = child, parent = parent } end
+  end
+  return pairs_of
 end

@@ -22,23 +22,24 @@ local function reserve_of(limit, fixed)
 end
 
 -- Rule 1: no state of this endpoint could ever admit such a call (an override or a ramp only delays).
-local function impossible(one, cost)
+local function never_fits(one, cost)
   return cost > one.ceiling or (one.budget >= 0 and cost > one.budget - one.floors)
 end
 
 --[[
-  Whether no release could let such a call go: it costs more than what is in force leaves to its rank at best. Only an
-  operator, a new configuration or its ageing turn can. Until then it holds nobody else up.
+  Whether such a call would fit if nothing else were in flight, with what is in force and the reserve of its rank. If
+  not, no release lets it go, only an operator, a new configuration or its ageing turn. Until then it holds nobody else
+  up.
 ]]
-local function hopeless(one, rank, cost, aged)
-  if not one.named then return false end
+local function fits_alone(one, rank, cost, aged)
+  if not one.named then return true end
   local background = rank >= BACKGROUND and not aged and phase_of(one) == "closed"
   local ceiling, budget = ceiling_of(one), one.budget
   if background then ceiling = ceiling - reserve_of(ceiling, one.reserve) end
-  if cost > ceiling then return true end
-  if budget < 0 then return false end
+  if cost > ceiling then return false end
+  if budget < 0 then return true end
   if background then budget = budget - reserve_of(budget, -1) end
-  return cost > min(budget, one.budget - one.floors)
+  return cost <= min(budget, one.budget - one.floors)
 end
 
 -- Units of the present generation, of which the ramp counts.
@@ -63,8 +64,27 @@ local function probe_live(endpoint, one)
   return false
 end
 
--- Why this endpoint would not admit a call now, or nil; and whether only the GPU group stands against it.
-local function against(endpoint, rank, cost, aged)
+-- Units of the group's budget that a call under the lease `parent` may use at another endpoint of the group.
+local function lendable(endpoint, parent)
+  local lender = parent ~= "" and lease_of(parent)
+  if not lender or lender.endpoint == endpoint or endpoint_of(endpoint).budget < 0
+    or expiry_of(parent, lender) <= now then
+    return 0
+  end
+  if not endpoint_of(lender.endpoint).named or texts_of(lender.endpoint).group ~= texts_of(endpoint).group then
+    return 0
+  end
+  for _, pair in ipairs(nested()) do
+    if pair.child.parent == parent then return 0 end
+  end
+  return lender.cost
+end
+
+--[[
+  Why this endpoint would not admit a call now, or nil; and whether only the GPU group stands against it. `parent` is
+  the lease under which it is made, nil for none.
+]]
+local function against(endpoint, rank, cost, aged, parent)
   local one = endpoint_of(endpoint)
   if one.paused then return "paused", false end
   local phase = phase_of(one)
@@ -85,12 +105,19 @@ local function against(endpoint, rank, cost, aged)
     end
   end
   if one.budget < 0 then return nil, false end
-  local total, set_aside = units, 0
+  local total, set_aside, members = units, 0, { [endpoint] = true }
   for _, other in ipairs(texts_of(endpoint).others) do
     local taken = in_flight(other.id)
     total = total + taken
     set_aside = set_aside + max(0, other.floor - taken)
+    members[other.id] = true
   end
+  for _, pair in ipairs(nested()) do    -- what is lent counts once
+    if members[pair.child.endpoint] and members[pair.parent.endpoint] then
+      total = total - min(pair.child.cost, pair.parent.cost)
+    end
+  end
+  if parent then total = total - min(cost, lendable(endpoint, parent)) end
   if background and total > one.budget - reserve_of(one.budget, -1) then return "reserved", true end
   if total + set_aside > one.budget then return "group_full", true end
   return nil, false
@@ -100,14 +127,14 @@ end
   Choose the endpoint for a call: its own, or the fallback while its own breaker is not closed.
   Returns the endpoint; why it would not admit the call, or nil; and whether only the GPU group stands against it.
 ]]
-local function place_call(home, rank, cost, aged)
+local function place_call(home, rank, cost, aged, parent)
   local one = endpoint_of(home)
   if not one.named then return home, "paused", false end
-  local reason, by_group = against(home, rank, cost, aged)
+  local reason, by_group = against(home, rank, cost, aged, parent)
   if not reason or one.paused or phase_of(one) == "closed" then return home, reason, by_group end
   local fallback = texts_of(home).fallback
   if fallback == "" or not endpoint_of(fallback).named then return home, reason, by_group end
-  return fallback, against(fallback, rank, cost, aged)
+  return fallback, against(fallback, rank, cost, aged, parent)
 end
 
 local function mean_of(one)

@@ -33,7 +33,7 @@ local function serve(process, want, via)
   end
 
   -- Give a message that can never run to the asking process, without a permit: its broker ends it.
-  local function hand_over_hopeless(line, waiter, parked)
+  local function hand_over_unpermitted(line, waiter, parked)
     local parts = lines().parts(line)
     lines().leave(line, waiter, parked)
     lines().forget(line, waiter)
@@ -59,7 +59,7 @@ local function serve(process, want, via)
     end)
     for index = 1, min(want, #old) do
       local line, waiter = old[index].member:match("^(.-\31.-\31.-)\31(.*)$")
-      hand_over_hopeless(line, waiter, lines().parked(line, waiter))
+      hand_over_unpermitted(line, waiter, lines().parked(line, waiter))
     end
     for _, full in ipairs(looked) do
       local first = call("ZRANGE", root .. "deadlines:" .. full, 0, 0, "WITHSCORES")[2]
@@ -160,12 +160,12 @@ local function serve(process, want, via)
     if runner == "" then return nobody(line, waiter, parked) end
     local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, aged)
     local there = endpoint_of(endpoint)
-    if reason and stuck(home, endpoint, parked.rank, parked.cost, aged) then
+    if reason and not release_helps(home, endpoint, parked.rank, parked.cost, aged) then
       passed[line .. "\31" .. waiter] = true
       local own = endpoint_of(home)
       if runner == process and want > 0 and lines().parts(line).full ~= "" and own.named
-        and impossible(own, parked.cost) then
-        hand_over_hopeless(line, waiter, parked)
+        and never_fits(own, parked.cost) then
+        hand_over_unpermitted(line, waiter, parked)
       end
       return
     end

@@ -29,8 +29,8 @@ local function move_on(gap)
     local units = UNITS .. endpoint
     for _, unit in ipairs(call("ZRANGE", units, 0, -1)) do call("ZINCRBY", units, gap, unit) end
   end
-  for _, process in ipairs(call("ZRANGE", root .. "alive", 0, -1)) do
-    call("ZINCRBY", root .. "alive", gap, process)
+  for _, name in ipairs({ root .. "alive", NESTED }) do
+    for _, member in ipairs(call("ZRANGE", name, 0, -1)) do call("ZINCRBY", name, gap, member) end
   end
 end
 

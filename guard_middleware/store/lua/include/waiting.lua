@@ -5,9 +5,9 @@
 local AGED_KEY = -RANK                  -- before every rank
 local PROBE_SCAN = 32                   -- how far into a line the first that fits is looked for
 
--- Whether no release could let a waiter of `home` go, there or at the endpoint chosen instead.
-local function stuck(home, endpoint, rank, cost, aged)
-  return hopeless(endpoint_of(home), rank, cost, aged) or hopeless(endpoint_of(endpoint), rank, cost, aged)
+-- Whether releases could let a waiter of `home` go, there and at the endpoint chosen instead.
+local function release_helps(home, endpoint, rank, cost, aged)
+  return fits_alone(endpoint_of(home), rank, cost, aged) and fits_alone(endpoint_of(endpoint), rank, cost, aged)
 end
 
 local made_room
@@ -84,7 +84,7 @@ local function room()
     for index = 1, min(PROBE_SCAN, #found) do
       local line, waiter = found[index].line, found[index].waiter
       local parked = lines().parked(line, waiter)
-      if not hopeless(one, parked.rank, parked.cost, true) then return line, waiter, parked end
+      if fits_alone(one, parked.rank, parked.cost, true) then return line, waiter, parked end
     end
     return nil
   end
@@ -104,7 +104,7 @@ local function room()
       local parked = lines().parked(line, waiter)
       local gone = parts.full == "" and not process_of(parked.process)
       local endpoint, reason = place_call(parts.endpoint, parked.rank, parked.cost, false)
-      if not gone and not (reason and stuck(parts.endpoint, endpoint, parked.rank, parked.cost, false)) then
+      if not gone and (not reason or release_helps(parts.endpoint, endpoint, parked.rank, parked.cost, false)) then
         return parked, key, false
       end
       if index == 0 then first, first_key = parked, key end
@@ -120,26 +120,27 @@ local function room()
 
   --[[
     Rule 3: whether a takeable waiter goes before this call, which would start at `endpoint`. `asker` is the process
-    that could run a waiter of its own queues instead, "" if it could not.
+    that could run a waiter of its own queues instead, "" if it could not; `parent` is the lease under which the call is
+    made, nil for none.
   ]]
-  function self.queue_ahead(home, endpoint, parked, asker)
+  function self.queue_ahead(home, endpoint, parked, asker, parent)
     local target = endpoint_of(endpoint)
     if not target.named then return false end
     local key = parked.rank * RANK + parked.place
-    local in_floor = in_flight(endpoint) + parked.cost <= target.floor
+    local lent = parent and target.budget >= 0 and parked.cost <= lendable(endpoint, parent)
+    local takes_from_others = target.budget >= 0 and in_flight(endpoint) + parked.cost > target.floor and not lent
     for _, line in ipairs(lines().all()) do
       local other = lines().parts(line).endpoint
       local same = other == home or other == endpoint or falls_back(other, endpoint)
-      if same or (target.budget >= 0 and not in_floor and endpoint_of(other).named
+      if same or (takes_from_others and endpoint_of(other).named
         and texts_of(other).group == texts_of(endpoint).group) then
         local first, first_key, aged = head(line)
         if first_key < key and self.runner(line, first, asker) ~= "" then
           local chosen, reason, by_group = place_call(other, first.rank, first.cost, aged)
           if same and not reason then return true end
-          if not stuck(other, chosen, first.rank, first.cost, aged) and (by_group
-            or (same and first.cost > 1 and (reason == "endpoint_full" or reason == "reserved"))) then
-            return true
-          end
+          local needed = by_group and not lent or not by_group and same and first.cost > 1
+            and (reason == "endpoint_full" or reason == "reserved")
+          if needed and release_helps(other, chosen, first.rank, first.cost, aged) then return true end
         end
       end
     end
@@ -158,11 +159,11 @@ end
   The whole rule for a call that has arrived now.
   Returns the endpoint that admits it, or nil with the reason and how long it lasts ("too_costly": for ever).
 ]]
-local function decide(home, parked, asker)
-  if impossible(endpoint_of(home), parked.cost) then return nil, "too_costly", 0 end
+local function decide(home, parked, asker, parent)
+  if never_fits(endpoint_of(home), parked.cost) then return nil, "too_costly", 0 end
   if now < clock.epoch_until_ms then return nil, "recovering", clock.epoch_until_ms - now end
-  local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, false)
-  if (not reason or by_group) and fact("lines") and room().queue_ahead(home, endpoint, parked, asker) then
+  local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, false, parent)
+  if (not reason or by_group) and fact("lines") and room().queue_ahead(home, endpoint, parked, asker, parent) then
     reason = "queue_ahead"
   end
   if not reason then return endpoint end

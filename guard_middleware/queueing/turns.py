@@ -1,0 +1,318 @@
+"""What the threads of a worker do with their messages: ask for a permit before the actor, leave nothing after it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NoReturn
+
+from dramatiq.middleware import Interrupt, SkipMessage
+
+from guard_middleware.calls import never_admissible
+from guard_middleware.core.commands import Ask, Finish, Reply, Status
+from guard_middleware.core.verdict import Reason
+from guard_middleware.errors import StoreUnavailable
+from guard_middleware.holdings import new_id
+from guard_middleware.observe import events
+from guard_middleware.pauses import Pauses
+from guard_middleware.permit import Permit, set_current
+from guard_middleware.priority import set_message_priority
+from guard_middleware.queueing import low_queue, options, private
+from guard_middleware.queueing.delivery import Delivery, current_delivery, set_current_delivery
+
+if TYPE_CHECKING:
+    from dramatiq.broker import MessageProxy
+
+    from guard_middleware.holdings import Holding
+    from guard_middleware.queueing.member import Member
+    from guard_middleware.queueing.options import CallOptions
+
+_ASIDE_MS = 1_000
+_AGE_MARGIN_MS = 1_000
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a thread has asked for its present message, until that is processed.
+
+    Attributes:
+        thread: the worker thread.
+        lease: id of the lease that it asked for.
+        doubt: a command that may have moved the message, and whose answer has not been acted upon.
+    """
+
+    thread: threading.Thread
+    lease: str
+    doubt: Ask | Finish | None = None
+
+
+class Turns:
+    """The turns of a worker's threads, each of which has one message at a time.
+
+    Attributes:
+        member: whose threads.
+        in_message: ids of the threads that have begun with a message and not acked it.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.in_message: set[int] = set()
+        self._broker = member.broker
+        self._heartbeat = member.heartbeat
+        self._turns: dict[int, Turn] = {}
+
+    def mine(self) -> Turn | None:
+        """The turn of the calling thread."""
+        return self._turns.get(threading.get_ident())
+
+    def let_go_of_dead_threads(self) -> None:
+        """Release what threads have asked for that live no more."""
+        for ident, turn in list(self._turns.items()):
+            if not turn.thread.is_alive():
+                self._let_go_of(ident)
+
+    def _let_go_of(self, ident: int) -> None:
+        """Release what a thread asked for and did not finish: an interrupt can strike between any two lines (I5)."""
+        turn = self._turns.get(ident)
+        if turn is not None:
+            self.member.release(self._heartbeat.holdings.find(turn.lease))
+            self._turns.pop(ident, None)
+
+    # -- before the actor ------------------------------------------------------------------------------------------
+
+    def before(self, proxy: MessageProxy) -> None:
+        """Let a message start, or take it out of this thread's hands.
+
+        Raises:
+            GuardSkip: it was parked, postponed, or is not this worker's any more; or it is to be dead-lettered.
+        """
+        self._let_go_of(threading.get_ident())
+        self.in_message.add(threading.get_ident())
+        set_current_delivery(None)
+        set_current(None)
+        set_message_priority(None)
+        try:
+            self._admit(proxy)
+        except SkipMessage:
+            raise
+        except Exception as exc:  # noqa: BLE001  # I2, I12: Dramatiq would swallow it and run the actor
+            events.error("guard.admission_failed", actor=proxy.actor_name, error=type(exc).__name__)
+            self._leave_aside_or_fail(proxy)
+
+    def _admit(self, proxy: MessageProxy) -> None:
+        try:
+            asked = options.read(self._broker, proxy, self.member.guard)
+        except options.InvalidOptions as exc:
+            self._dead_letter(proxy, str(exc))
+        if asked is None:
+            set_message_priority(options.ambient_of(proxy))
+            return
+        set_message_priority(asked.priority)
+        holding: Holding | None = private.handed_over(proxy)
+        if holding is None:
+            self._ask(proxy, asked, new_id(), confirm=False)
+            return
+        self._begin(holding.lease)
+        private.hand_over(proxy, None)  # from here on the turn knows of it
+        match self._heartbeat.holdings.begin(holding, fresh_s=self._heartbeat.lease_s / 2):
+            case True:
+                self._start(proxy, asked, holding, probe=holding.probe)
+            case False:
+                self._ask(proxy, asked, holding.lease, confirm=True)
+            case None:
+                self._skip(proxy)
+
+    def _begin(self, lease: str) -> Turn:
+        turn = self._turns[threading.get_ident()] = Turn(threading.current_thread(), lease)
+        return turn
+
+    def _ask(self, proxy: MessageProxy, asked: CallOptions, lease: str, *, confirm: bool) -> None:
+        turn = self._begin(lease)
+        reply, holding = self._answer(proxy, asked, turn, confirm=confirm)
+        match reply.status:
+            case Status.ADMITTED if holding is not None:
+                self._start(proxy, asked, holding, probe=reply.probe)
+                turn.doubt = None
+            case Status.IMPOSSIBLE:
+                turn.doubt = None
+                self._dead_letter(proxy, never_admissible(asked.model, asked.cost))
+            case Status.REFUSED:
+                turn.doubt = None
+                self._postpone(proxy, reply)
+            case _:
+                events.debug("guard.deferred", endpoint=asked.model, priority=asked.priority.value, reason=reply.reason)
+                self._skip(proxy)
+
+    def _answer(
+        self, proxy: MessageProxy, asked: CallOptions, turn: Turn, *, confirm: bool
+    ) -> tuple[Reply, Holding | None]:
+        """Ask until there is an answer (I12), always with the same ids (I11).
+
+        A time limit or a shutdown that strikes meanwhile is raised again once it is known what became of the message.
+        """
+        struck: Interrupt | None = None
+        pauses = Pauses()
+        while True:
+            try:
+                turn.doubt = self._command(proxy, asked, turn.lease, confirm=confirm)
+                reply, holding = self._heartbeat.admit(turn.doubt)
+            except StoreUnavailable as exc:
+                if struck is not None or self._heartbeat.leaving:
+                    self._leave_aside(proxy)
+                try:
+                    events.debug("guard.store_unavailable", error=str(exc))
+                    time.sleep(next(pauses))
+                except Interrupt as late:  # raised anywhere in this thread
+                    struck = late
+                continue
+            except Interrupt as exc:
+                if struck is not None:
+                    self._leave_aside(proxy)
+                struck = exc
+                continue
+            break
+        if struck is not None and holding is not None:
+            self.member.release(holding)
+            raise struck
+        return reply, holding
+
+    def _command(self, proxy: MessageProxy, asked: CallOptions, lease: str, *, confirm: bool) -> Ask:
+        message = self.member.whereabouts(proxy)
+        return Ask(
+            process=self._heartbeat.process,
+            lease=lease,
+            endpoint=asked.model,
+            rank=asked.priority.rank,
+            cost=asked.cost,
+            message=message,
+            take=0 if self._heartbeat.leaving else 1,
+            idle=self.member.idle(),
+            deadline_ms=self._deadline_ms(proxy),
+            confirm=confirm,
+            slot=message is None,
+        )
+
+    def _deadline_ms(self, proxy: MessageProxy) -> int:
+        """When the message is too old for Dramatiq's age limit, with a margin; 0 for never or already."""
+        max_age_ms = private.max_age_of(self._broker, proxy)
+        if max_age_ms is None:
+            return 0
+        deadline_ms = int(proxy.message_timestamp + max_age_ms + _AGE_MARGIN_MS)
+        return deadline_ms if deadline_ms > time.time() * 1000 else 0
+
+    def _start(self, proxy: MessageProxy, asked: CallOptions, holding: Holding, *, probe: bool) -> None:
+        settings = self.member.guard.settings
+        permit = Permit(
+            endpoint=settings.endpoint(holding.endpoint),
+            model=asked.model,
+            priority=asked.priority,
+            cost=asked.cost,
+            probe=probe,
+            release=lambda _: None,  # the delivery releases its lease when the actor ends
+            namespace=settings.namespace,
+            lease=holding.lease,
+        )
+        set_current_delivery(Delivery(self, proxy, holding, permit))
+        set_current(permit)
+
+    # -- instead of the actor --------------------------------------------------------------------------------------
+
+    def _skip(self, proxy: MessageProxy) -> NoReturn:
+        """End this delivery: its message is somewhere else. The proxy can do nothing to it any more."""
+        private.void(proxy)
+        private.spare_ack(self.member.dramatiq_worker, proxy)
+        raise private.GuardSkip
+
+    def _postpone(self, proxy: MessageProxy, reply: Reply) -> NoReturn:
+        """End this delivery after a copy of its message has been stored, to come back later."""
+        low_queue.postpone(self._broker, proxy, reply, stopping=lambda: self._heartbeat.leaving)
+        private.mark_elsewhere(proxy)
+        raise private.GuardSkip(reply.reason)
+
+    def _leave_aside(self, proxy: MessageProxy) -> NoReturn:
+        """End this delivery without an answer of the store; a beat, or the shutdown, puts the message back."""
+        if not self.set_aside(proxy):
+            self._postpone(proxy, Reply(status=Status.REFUSED, reason=Reason.RECOVERING, retry_after_ms=_ASIDE_MS))
+        self._skip(proxy)
+
+    def _leave_aside_or_fail(self, proxy: MessageProxy) -> NoReturn:
+        """End this delivery whatever happens: what no broker takes back ends among the dead letters, not unguarded."""
+        try:
+            self._leave_aside(proxy)
+        except SkipMessage:
+            raise
+        except Exception:  # noqa: BLE001  # Dramatiq would swallow it and run the actor
+            self._dead_letter(proxy, "neither the store nor the broker answers while the worker stops")
+
+    def set_aside(self, proxy: MessageProxy) -> bool:
+        """Let a beat put this thread's message back. Returns whether this broker can."""
+        turn = self._turns.pop(threading.get_ident(), None)
+        if turn is not None:
+            self._heartbeat.holdings.drop(turn.lease)
+            self._heartbeat.abandon(turn.lease)
+        delivery = private.delivery_id_of(proxy)
+        if delivery:
+            self.member.requeue_later(proxy.queue_name, delivery)
+            private.void(proxy)
+        return bool(delivery)
+
+    def _dead_letter(self, proxy: MessageProxy, why: str) -> NoReturn:
+        """Give a message that can never run to its broker's dead letters, with a clear reason; nothing starts."""
+        events.error("guard.refused", actor=proxy.actor_name, why=why)
+        proxy.fail()
+        proxy.guard_skipped = True  # type: ignore[attr-defined]  # read by the log filter
+        raise private.GuardSkip(why)
+
+    # -- after the actor -------------------------------------------------------------------------------------------
+
+    def after(self, proxy: MessageProxy, exception: BaseException | None) -> None:
+        """The message is processed or skipped: what the wrapper never began ends here. It can be repeated."""
+        ident = threading.get_ident()
+        turn = self._turns.get(ident)
+        if exception is not None and turn is not None and not private.is_elsewhere(proxy):
+            self._resolve(proxy, turn)
+        delivery = current_delivery()
+        if delivery is not None:
+            delivery.drop()
+            if delivery.outlived:  # its coroutine ends the lease
+                self._turns.pop(ident, None)
+            set_current_delivery(None)
+            set_current(None)
+        elif turn is None:
+            taken: Holding | None = private.handed_over(proxy)
+            if taken is not None:
+                self._give_up(proxy, taken)
+            elif self._heartbeat.waiting and not self._heartbeat.leaving:
+                self._heartbeat.poke(extra=1)
+        self._let_go_of(ident)
+
+    def acked(self) -> None:
+        """This thread is done with its message."""
+        self.in_message.discard(threading.get_ident())
+
+    def _give_up(self, proxy: MessageProxy, taken: Holding) -> None:
+        """Another middleware ended a taken message before the guard saw it."""
+        if self._heartbeat.holdings.begin(taken, fresh_s=0) is None:
+            private.void(proxy)  # it had been given back
+        else:
+            self.member.release(taken)
+
+    def _resolve(self, proxy: MessageProxy, turn: Turn) -> None:
+        """An interrupt struck before an answer was acted upon: find out whether the message is somewhere else now.
+
+        Otherwise Retries would store a copy beside the parked message.
+        """
+        try:
+            if isinstance(turn.doubt, Ask):
+                reply, _ = self._heartbeat.admit(replace(turn.doubt, take=0))
+            elif isinstance(turn.doubt, Finish):
+                reply = self._heartbeat.finish(turn.doubt)
+            else:
+                return
+        except StoreUnavailable:
+            self.set_aside(proxy)
+            return
+        turn.doubt = None
+        if reply.status in (Status.PARKED, Status.GONE, Status.STOLEN):
+            private.void(proxy)
