@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from guard_middleware.errors import ConfigurationError
 from guard_middleware.store import codec, keys, scripts
@@ -21,6 +21,8 @@ from guard_middleware.store.redis import (
     MOST_CONNECTIONS,
     WRONG_URL,
     drops,
+    is_loaded,
+    is_unloaded,
     pack_command,
     unavailable,
 )
@@ -45,7 +47,6 @@ class AsyncRedisStore:
         self._pool: Any = client.connection_pool
         self._namespace = namespace
         self._root = keys.root(namespace)
-        self._scripts = {name: scripts.load(name) for name in scripts.names()}
         self._idle: list[Any] = []
 
     @classmethod
@@ -89,13 +90,13 @@ class AsyncRedisStore:
 
     async def _run(self, call: codec.Call) -> Any:
         """Run one command, and put every trouble into one error, as `RedisStore` does."""
-        script = self._scripts[call.script]
-        words = ("EVALSHA", script.sha1, len(call.keys) + 1, self._root, *call.keys, "", *call.args)
+        function = scripts.library().functions[call.script]
+        words = ("FCALL", function, len(call.keys) + 1, self._root, *call.keys, "", *call.args)
         try:
             while True:
                 connection, reused = (self._idle.pop(), True) if self._idle else (await self._connect(), False)
                 try:
-                    return await self._exchange(connection, words, script.source)
+                    return await self._exchange(connection, words)
                 except (redis.ConnectionError, OSError) as exc:
                     if not reused or isinstance(exc, DROPPING):
                         raise
@@ -109,16 +110,22 @@ class AsyncRedisStore:
         try:
             return await self._pool.get_connection()
         except TypeError:  # older client libraries want to be told what for
-            return await self._pool.get_connection("EVALSHA")
+            return await self._pool.get_connection("FCALL")
 
-    async def _exchange(self, connection: Any, words: tuple[Any, ...], source: str) -> Any:
+    async def _exchange(self, connection: Any, words: tuple[Any, ...]) -> Any:
         """Send and read on one connection, which stays ours if what came back was a whole reply."""
         whole = False
         try:
             try:
                 reply = await _ask(connection, words)
-            except NoScriptError:
-                await _ask(connection, ("SCRIPT", "LOAD", source))
+            except ResponseError as exc:
+                if not is_unloaded(exc):
+                    raise
+                try:
+                    await _ask(connection, ("FUNCTION", "LOAD", scripts.library().source))
+                except ResponseError as late:
+                    if not is_loaded(late):
+                        raise
                 reply = await _ask(connection, words)
             whole = True
         except ResponseError as exc:

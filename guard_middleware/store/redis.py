@@ -1,4 +1,4 @@
-"""The store on Redis or Valkey: one script call per verb, and every trouble as one error.
+"""The store on Redis or Valkey: one function call per verb, and every trouble as one error.
 
 Commands do not go through `redis.Redis.execute_command` but over connections of the client's own pool, kept open and
 reused: that path is half as long as the client's, and its hidden retries would repeat a command for longer than any
@@ -16,7 +16,7 @@ from uuid import uuid4
 import redis
 import redis.connection
 from redis.backoff import NoBackoff
-from redis.exceptions import BusyLoadingError, NoScriptError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import BusyLoadingError, ReadOnlyError, RedisError, ResponseError
 from redis.retry import Retry
 
 from guard_middleware.errors import ConfigurationError, StoreUnavailable
@@ -61,10 +61,9 @@ class RedisStore:
         self._namespace = namespace
         self._root = keys.root(namespace)
         self._now: int | str = "" if now_ms is None else now_ms
-        self._scripts = {name: scripts.load(name) for name in scripts.names()}
         self._heads = {
-            (name, count): ("EVALSHA", script.sha1, count + 1, self._root)
-            for name, script in self._scripts.items()
+            (script, count): ("FCALL", function, count + 1, self._root)
+            for script, function in scripts.library().functions.items()
             for count in (0, 1)
         }
         self._idle: list[Any] = []
@@ -204,9 +203,9 @@ class RedisStore:
 
     def _run(self, call: codec.Call) -> Any:
         words = (*self._heads[call.script, len(call.keys)], *call.keys, self._now, *call.args)
-        return self._command(*words, script=call.script)
+        return self._command(*words)
 
-    def _command(self, *words: Any, script: str = "") -> Any:
+    def _command(self, *words: Any) -> Any:
         """Run one command, and put every trouble into one error.
 
         A connection that was kept open may have died meanwhile; then, and only then, the command is sent once more,
@@ -222,7 +221,7 @@ class RedisStore:
                 except IndexError:
                     connection, reused = _connect(self._pool), False
                 try:
-                    return self._exchange(connection, words, script)
+                    return self._exchange(connection, words)
                 except (redis.ConnectionError, OSError) as exc:
                     if not reused or isinstance(exc, DROPPING):
                         raise
@@ -232,16 +231,20 @@ class RedisStore:
                 self._drop_idle()
             raise unavailable(exc) from exc
 
-    def _exchange(self, connection: Any, words: tuple[Any, ...], script: str) -> Any:
+    def _exchange(self, connection: Any, words: tuple[Any, ...]) -> Any:
         """Send and read on one connection, which stays ours if what came back was a whole reply."""
         whole = False
         try:
             try:
                 reply = _ask(connection, words)
-            except NoScriptError:
-                if not script:
+            except ResponseError as exc:
+                if not is_unloaded(exc):
                     raise
-                _ask(connection, ("SCRIPT", "LOAD", self._scripts[script].source))
+                try:
+                    _ask(connection, ("FUNCTION", "LOAD", scripts.library().source))
+                except ResponseError as late:
+                    if not is_loaded(late):
+                        raise
                 reply = _ask(connection, words)
             whole = True
         except ResponseError as exc:
@@ -339,7 +342,7 @@ def _connect(pool: Any) -> Any:
     try:
         return pool.get_connection()
     except TypeError:
-        return pool.get_connection("EVALSHA")
+        return pool.get_connection("FCALL")
 
 
 def _ask(connection: Any, words: tuple[Any, ...]) -> Any:
@@ -358,6 +361,16 @@ def _discard(pool: Any, connection: Any) -> None:
         connection.disconnect()
     with suppress(RedisError, OSError):
         pool.release(connection)
+
+
+def is_unloaded(exc: ResponseError) -> bool:
+    """Whether the server does not know the library of functions: a new one, or one that was restarted."""
+    return "Function not found" in str(exc)
+
+
+def is_loaded(exc: ResponseError) -> bool:
+    """Whether somebody else has loaded the library meanwhile."""
+    return "already exists" in str(exc)
 
 
 def drops(exc: BaseException) -> bool:

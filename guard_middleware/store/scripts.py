@@ -1,4 +1,8 @@
-"""Loads the Lua scripts: puts their includes in, reads their headers, and refuses what does not hold together.
+"""Loads the Lua scripts: puts them and their includes into one library, reads their headers, and refuses what does not
+hold together.
+
+A library of functions is run once, when the server loads it, and then called; a script runs from its first line each
+time, and making its functions anew costs the server more than the commands that it carries out.
 
 A script's header is its contract; what it says is available as values, so that the codec and the tests can be held
 to it. The first line is the promise. Then, in this order::
@@ -15,8 +19,13 @@ to it. The first line is the promise. Then, in this order::
     ]]
     --- @include "now"
 
-Any other line goes on with the text above it. An include stands in for its file under ``include/``, once in a
-script, however often it is asked for. Nothing is stripped: what an error names by line can be read with ``--write``.
+    local function admit()
+      ...
+    end
+
+Any other line goes on with the text above it. An include stands in for its file under ``include/``, once in the
+library, however often it is asked for. A script defines a function of its own name, which takes its keys and arguments
+from `start` in ``include/state``. Nothing is stripped: what an error names by line can be read with ``--write``.
 """
 
 from __future__ import annotations
@@ -43,7 +52,13 @@ _REPLY = re.compile(r"(?P<code>-?\d+) +(?P<name>[A-Z][A-Z0-9_]*)(?: .*)?")
 _INCLUDE = re.compile(r'--- @include "(?P<name>[a-z][a-z0-9_]*)"')
 _USE = re.compile(r"\b(?P<kind>KEYS|ARGV)\[(?P<number>\d+)\]")
 _COMMENT = re.compile(r"--\[\[.*?\]\]|--[^\n]*", re.DOTALL)
-_TOP_LEVEL_NAME = re.compile(r"^local (?:function )?([A-Za-z_]\w*)", re.MULTILINE)
+
+_REGISTER = """\
+redis.register_function("{function}", function(keys, args)
+  start(keys, args)
+  return {script}()
+end)
+"""
 
 _PROMISE, _GUARANTEES, _KEYS, _ARGV, _REPLIES = range(5)
 
@@ -54,12 +69,11 @@ class ScriptError(GuardError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """One Lua script, as it goes to the server, and what its header says about it.
+    """One Lua script, and what its header says about it.
 
     Attributes:
         name: its file's name, without ``.lua``.
         source: the text, with its includes.
-        sha1: the digest by which the server knows it, in hexadecimal.
         keys: names of ``KEYS[1]``, ``KEYS[2]``, ... A last one that stands for any number ends in ``...``.
         args: names of ``ARGV[1]``, ``ARGV[2]``, ... likewise.
         replies: status code to name.
@@ -67,10 +81,42 @@ class Script:
 
     name: str
     source: str = field(repr=False)
-    sha1: str
     keys: tuple[str, ...]
     args: tuple[str, ...]
     replies: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """All scripts as they go to the server.
+
+    Attributes:
+        name: of the library. It changes with the text, so that several versions of it can be in one server.
+        source: the text.
+        functions: script -> name of its function, which is known all over the server.
+    """
+
+    name: str
+    source: str = field(repr=False)
+    functions: dict[str, str]
+
+
+@cache
+def library(folder: Path = LUA) -> Library:
+    """Assemble the library of all scripts. The second call returns the same object.
+
+    Args:
+        folder: where the scripts are; tests have their own.
+
+    Raises:
+        ScriptError: as `load`.
+    """
+    seen: set[Path] = set()
+    text = "".join(_expand(folder / f"{name}.lua", (), seen) for name in names(folder))
+    name = f"guard_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    functions = {script: f"{name}_{script}" for script in names(folder)}
+    registered = "".join(_REGISTER.format(function=function, script=script) for script, function in functions.items())
+    return Library(name=name, source=f"#!lua name={name}\n{text}\n{registered}", functions=functions)
 
 
 def names(folder: Path = LUA) -> tuple[str, ...]:
@@ -94,11 +140,13 @@ def load(name: str, folder: Path = LUA) -> Script:
     try:
         keys, args, replies = _parse(_header(source))
         _check_uses(source, {"KEYS": keys, "ARGV": args})
+        if not re.search(rf"^local function {re.escape(name)}\(\)$", source, re.MULTILINE):
+            msg = f"no function of the script's own name: define it by the line local function {name}()"
+            raise _MalformedError(msg)
     except _MalformedError as exc:
         msg = f"{folder / name}.lua: {exc}"
         raise ScriptError(msg) from None
-    sha1 = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
-    return Script(name=name, source=source, sha1=sha1, keys=keys, args=args, replies=replies)
+    return Script(name=name, source=source, keys=keys, args=args, replies=replies)
 
 
 # ---------------------------------------------------------------------- includes
@@ -236,18 +284,17 @@ def _check_uses(source: str, entries: dict[str, tuple[str, ...]]) -> None:
 # ---------------------------------------------------------------------- for luacheck
 
 
-def write(target: Path, folder: Path = LUA) -> tuple[Path, ...]:
-    """Write the assembled scripts into a folder, for luacheck and for reading; other ``.lua`` files in it go away.
+def write(target: Path, folder: Path = LUA) -> Path:
+    """Write the library into a folder, for luacheck and for reading; other ``.lua`` files in it go away.
 
-    Each begins with one line more than the server gets: an include is shared, so that one script does not use all
-    of its names is no fault, and luacheck is told so.
+    It begins as for the server, but for the name of the library, which is no Lua, behind a comment.
 
     Args:
         target: the folder to write into; it is made if need be.
         folder: where the scripts are.
 
     Returns:
-        The files, in alphabetical order.
+        The file.
 
     Raises:
         ScriptError: as `load`.
@@ -255,16 +302,9 @@ def write(target: Path, folder: Path = LUA) -> tuple[Path, ...]:
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("*.lua"):
         old.unlink()
-    shared = set[str]()
-    for include in sorted((folder / "include").glob("*.lua")):
-        shared.update(_TOP_LEVEL_NAME.findall(include.read_text(encoding="utf-8")))
-    written = []
-    for name in names(folder):
-        spared = " ".join(f"211/{local}" for local in sorted(shared)) or "211/_"
-        path = target / f"{name}.lua"
-        path.write_text(f"-- luacheck: ignore {spared}\n{load(name, folder).source}", encoding="utf-8")
-        written.append(path)
-    return tuple(written)
+    path = target / "guard.lua"
+    path.write_text(f"-- {library(folder).source}", encoding="utf-8")
+    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -277,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in names():
         script = load(name)
         counts = f"{len(script.keys)} keys, {len(script.args)} arguments, {len(script.replies)} replies"
-        print(script.sha1, name, counts)  # noqa: T201  # a command's output
+        print(library().functions[name], counts)  # noqa: T201  # a command's output
 
 
 if __name__ == "__main__":

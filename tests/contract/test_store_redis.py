@@ -63,10 +63,10 @@ def test_default_rules_are_those_of_the_values(side):
     assert field[56:120] == again[56:120]
 
 
-def test_flushed_scripts_are_loaded_again(side):
+def test_flushed_functions_are_loaded_again(side):
     """A restarted or failed-over server knows none."""
     for verb in (side.ask, side.beat, side.configure, side.store.snapshot, lambda: side.finish("l")):
-        side.client.script_flush()
+        side.client.function_flush()
         verb()
 
 
@@ -208,7 +208,7 @@ def server_that_says(answer):
         def answer_all(peer):
             with peer, suppress(OSError):
                 while data := peer.recv(65_536):
-                    if b"EVALSHA" in data:
+                    if b"FCALL" in data:
                         peer.sendall(answer)
                     else:  # the client's greetings
                         peer.sendall(b"+OK\r\n" * max(1, data.count(b"*")))

@@ -54,7 +54,7 @@ class StoreProxy:
         address, _, self._database = self._rest.partition("/")
         host, _, port = address.partition(":")
         self._server = (host, int(port))
-        self._names = {scripts.load(name).sha1: name for name in scripts.names()}
+        self._names = {function: script for script, function in scripts.library().functions.items()}
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
@@ -153,7 +153,7 @@ class StoreProxy:
         while not self._cut:
             raw, words = _command(asked)
             verb = words[0].upper().decode()
-            script = self._names.get(words[1].decode(), "") if verb == "EVALSHA" else ""
+            script = self._names.get(words[1].decode(), "") if verb == "FCALL" else ""
             if self._delay_s:
                 time.sleep(self._delay_s)
             if self._refuses(verb, script):
@@ -174,7 +174,7 @@ class StoreProxy:
         error = self._refusal
         if not error or verb in _ALWAYS_SERVED:
             return False
-        writes = verb in {"SET", "EVALSHA"} and script not in _READING
+        writes = verb in {"SET", "FCALL"} and script not in _READING
         if error in _DEAF or writes:
             with self._lock:
                 self.refused[error] += 1

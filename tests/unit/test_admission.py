@@ -14,9 +14,8 @@ from guard_middleware.core.admission import (
     fits_alone,
     group_reason,
     never_fits,
-    takes_from_others,
-    takes_from_others,
     reserve_of,
+    takes_from_others,
 )
 from guard_middleware.core.breaker import Breaker, Phase
 from guard_middleware.core.values import EndpointSpec

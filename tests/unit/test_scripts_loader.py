@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import FrozenInstanceError
 
 import pytest
 
 from guard_middleware.store import scripts
-from guard_middleware.store.scripts import Script, ScriptError, load, names
+from guard_middleware.store.scripts import Script, ScriptError, library, load, names
 
 HEADER = """\
 --[[
@@ -27,7 +26,8 @@ HEADER = """\
    -12 PAUSED
 ]]
 """
-BODY = "return {0, KEYS[1] .. KEYS[2] .. ARGV[1] .. ARGV[2]}\n"
+BODY = "local function admit()\n  return {0, KEYS[1] .. KEYS[2] .. ARGV[1] .. ARGV[2]}\nend\n"
+START = "local KEYS, ARGV\nlocal function start(keys, args)\n  KEYS, ARGV = keys, args\nend\n"
 
 
 @pytest.fixture
@@ -59,18 +59,43 @@ def test_header_is_read(lua):
     assert script.replies == {0: "ADMITTED", -1: "ENDPOINT_FULL", -12: "PAUSED"}
 
 
-def test_source_is_the_file_and_sha1_its_digest(lua):
-    """Nothing is stripped, and the digest is that of the text that goes to the server."""
-    script = load("admit", lua(admit=HEADER + BODY))
-    assert script.source == HEADER + BODY
-    assert script.sha1 == hashlib.sha1((HEADER + BODY).encode()).hexdigest()
+def test_source_is_the_file(lua):
+    """Nothing is stripped."""
+    assert load("admit", lua(admit=HEADER + BODY)).source == HEADER + BODY
 
 
-def test_sha1_is_what_the_server_says(lua, valkey):
-    """The server computes the same digest, and runs the script by it."""
-    script = load("admit", lua(admit=HEADER + BODY))
-    assert valkey.call("SCRIPT", "LOAD", script.source) == script.sha1.encode()
-    assert valkey.call("EVALSHA", script.sha1, 2, "a", "b", "c", "d") == [0, b"abcd"]
+def test_library_is_called_by_its_functions(lua, valkey):
+    """The server loads all scripts at once, and carries each out by its own name."""
+    finish = (
+        '--[[\n  Say hello.\n  Guarantees: none.\n  Reply: a text\n]]\nlocal function finish()\n  return "hello"\nend\n'
+    )
+    found = library(lua(admit=HEADER + '--- @include "start"\n' + BODY, finish=finish, include_start=START))
+    assert valkey.call("FUNCTION", "LOAD", found.source) == found.name.encode()
+    assert valkey.call("FCALL", found.functions["admit"], 2, "a", "b", "c", "d") == [0, b"abcd"]
+    assert valkey.call("FCALL", found.functions["finish"], 0) == b"hello"
+
+
+def test_versions_of_the_library_live_side_by_side(lua, valkey):
+    """A change in a shared part is another library: old and new workers run at once."""
+    folder = lua(admit=HEADER + '--- @include "start"\n' + BODY, include_start=START)
+    before = library(folder)
+    lua(include_start="-- better\n" + START)
+    library.cache_clear()
+    after = library(folder)
+    assert {before.name, *before.functions.values()}.isdisjoint({after.name, *after.functions.values()})
+    for one in (before, after):
+        assert valkey.call("FUNCTION", "LOAD", one.source) == one.name.encode()
+        assert valkey.call("FCALL", one.functions["admit"], 2, "a", "b", "c", "d") == [0, b"abcd"]
+
+
+def test_shared_part_is_in_the_library_once(lua):
+    """Whichever script asks for it first."""
+    folder = lua(
+        admit=HEADER + '--- @include "start"\n' + BODY,
+        beat=HEADER + '--- @include "start"\n' + BODY.replace("admit", "beat"),
+        include_start=START,
+    )
+    assert library(folder).source.count("local function start") == 1
 
 
 def test_script_is_frozen_and_cached(lua):
@@ -85,14 +110,19 @@ def test_script_is_frozen_and_cached(lua):
 
 def test_script_needs_neither_keys_nor_arguments_nor_codes(lua):
     """A script that takes nothing and answers with free text says so by leaving the rows out."""
-    script = load("list", lua(list='--[[\n  Say hello.\n  Guarantees: none.\n  Reply: a text\n]]\nreturn "hello"\n'))
+    script = load(
+        "list",
+        lua(
+            list='--[[\n  Say hello.\n  Guarantees: none.\n  Reply: a text\n]]\nlocal function list()\n  return "hello"\nend\n'
+        ),
+    )
     assert (script.keys, script.args, script.replies) == ((), (), {})
 
 
 def test_last_argument_may_stand_for_any_number(lua):
     """A trailing ``ARGV[n...]`` is listed with its dots, and the code may use any number from there on."""
     header = with_line("  ARGV[2] cost\n", "  ARGV[2...] lease   any number of them\n")
-    script = load("beat", lua(beat=header + "local a = ARGV[9]\n"))
+    script = load("beat", lua(beat=header + "local a = ARGV[9]\nlocal function beat()\nend\n"))
     assert script.args == ("now_ms", "lease...")
 
 
@@ -114,16 +144,7 @@ def test_include_nested_comes_first_and_once(lua):
         include_keys="local keys = 1\n",
     )
     code = [line for line in load("admit", folder).source.splitlines() if line.startswith("local")]
-    assert code == ["local keys = 1", "local now = keys", "local sweep = now"]
-
-
-def test_include_changes_the_digest(lua, tmp_path):
-    """A change in a shared part is a new script: old and new workers run side by side."""
-    folder = lua(admit=HEADER + '--- @include "now"\n' + BODY, include_now="local now = 1\n")
-    before = load("admit", folder).sha1
-    lua(include_now="local now = 2\n")
-    load.cache_clear()
-    assert load("admit", folder).sha1 != before
+    assert code == ["local keys = 1", "local now = keys", "local sweep = now", "local function admit()"]
 
 
 def test_include_circle_is_refused(lua):
@@ -221,33 +242,31 @@ def test_names_lists_scripts_and_no_includes(lua, tmp_path):
 # ---------------------------------------------------------------------- the package's own
 
 
-@pytest.mark.parametrize("name", names() or [pytest.param("", marks=pytest.mark.skip(reason="no scripts yet"))])
-def test_packages_script_loads_on_the_server(name, valkey):
-    """Each script of the package has a sound header, and the server compiles it to the same digest."""
-    script = load(name)
-    assert isinstance(script, Script)
-    assert valkey.call("SCRIPT", "LOAD", script.source) == script.sha1.encode()
+@pytest.mark.parametrize("name", names())
+def test_packages_script_has_a_sound_header(name):
+    """Each script of the package says what it takes and answers."""
+    assert isinstance(load(name), Script)
+
+
+def test_packages_library_loads_on_the_server(valkey):
+    """All scripts of the package, on the server under test."""
+    assert valkey.call("FUNCTION", "LOAD", "REPLACE", library().source) == library().name.encode()
 
 
 def test_write_gives_luacheck_what_the_server_gets(lua, tmp_path):
-    """The written files are the assembled scripts, after one line for luacheck; what is no script any more is gone."""
-    folder = lua(
-        admit=HEADER + '--- @include "now"\n' + BODY,
-        include_now="local function now()\n  local unused = 1\nend\nlocal later = 2\n",
-    )
+    """The written file is the library, its first line a comment; what is no script any more is gone."""
+    folder = lua(admit=HEADER + '--- @include "start"\n' + BODY, include_start=START)
     target = tmp_path / "build" / "lua"
     target.mkdir(parents=True)
     (target / "gone.lua").write_text("")
-    assert scripts.write(target, folder) == (target / "admit.lua",)
-    first, _, rest = (target / "admit.lua").read_text().partition("\n")
-    assert first == "-- luacheck: ignore 211/later 211/now"
-    assert rest == load("admit", folder).source
-    assert [path.name for path in target.iterdir()] == ["admit.lua"]
+    assert scripts.write(target, folder) == target / "guard.lua"
+    assert (target / "guard.lua").read_text() == "-- " + library(folder).source
+    assert [path.name for path in target.iterdir()] == ["guard.lua"]
 
 
 def test_command_writes_and_lists(tmp_path, capsys):
-    """The command that `make check` runs writes every script and lists them by digest."""
+    """The command that `make check` runs writes the library and lists its functions."""
     scripts.main(["--write", str(tmp_path / "out")])
-    assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == list(names())
-    listed = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
-    assert listed == list(names())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["guard.lua"]
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == list(library().functions.values())

@@ -29,10 +29,20 @@
      8 UNCONFIGURED
 ]]
 --- @include "state"
+--- @include "facts"
+--- @include "leases"
+--- @include "rule"
+--- @include "lines"
+--- @include "moves"
+--- @include "configuration"
+--- @include "sweep"
+--- @include "waiting"
+--- @include "serve"
+--- @include "reply"
 
--- The common case, without what the others need: one unit of an endpoint without a group; nobody waits, time has ended
--- nothing, and there is room.
-do
+-- The common case, without what the others need: one unit of an endpoint without a group; nobody waits, time has
+-- ended nothing, and there is room.
+local function admit_at_once()
   local process, lease_id, endpoint, rank = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
   local namespace, queue, message, worker = KEYS[2], KEYS[2] and ARGV[11], ARGV[12], ARGV[13]
   local fields = call("HMGET", STATE, "clock", "lines", "process:" .. process, "endpoint:" .. endpoint)
@@ -55,141 +65,139 @@ do
       and call("ZCOUNT", UNITS .. endpoint, now + 1, "+inf") < limit
       and call("SET", LEASE .. lease_id, "L"
         .. pack_numbers(LEASE_NUMBERS, rank, 1, places + 1, ARGV[9], now, generation, 0)
-        .. endpoint .. "\31" .. endpoint .. "\31" .. process .. "\31\31" .. (namespace or "") .. "\31" .. (queue or "")
+        .. endpoint .. "\31" .. endpoint .. "\31" .. process .. "\31\31" .. (namespace or "")
+        .. "\31" .. (queue or "")
         .. "\31" .. (message or "") .. "\31" .. (worker or "") .. "\31", "NX") then
       local expires_at_ms = now + lease_ms
       call("ZADD", UNITS .. endpoint, expires_at_ms, lease_id)
-      local changed = { "clock", pack_numbers(">ddd", now, min(due, expires_at_ms), places + 1) .. packed:sub(25) }
+      local written = { "clock", pack_numbers(">ddd", now, min(due, expires_at_ms), places + 1) .. packed:sub(25) }
       if ARGV[8] ~= "-1" then
-        changed[3], changed[4] = "process:" .. process, pack_numbers(PROCESS, ARGV[8], 0)
+        written[3], written[4] = "process:" .. process, pack_numbers(PROCESS, ARGV[8], 0)
       end
       if rank >= BACKGROUND then
-        changed[#changed + 1] = "endpoint:" .. endpoint
-        changed[#changed + 1] = pack_numbers(">dd", mean, now) .. one:sub(17)
+        written[#written + 1] = "endpoint:" .. endpoint
+        written[#written + 1] = pack_numbers(">dd", mean, now) .. one:sub(17)
       end
-      call("HSET", STATE, unpack(changed))
+      call("HSET", STATE, unpack(written))
       return { 0, packed:sub(rest), -1, -1, expires_at_ms, generation, endpoint }
     end
   end
+  return nil
 end
 
---- @include "facts"
---- @include "leases"
---- @include "rule"
---- @include "lines"
---- @include "moves"
---- @include "configuration"
---- @include "sweep"
---- @include "waiting"
---- @include "serve"
---- @include "reply"
-
-local ADMITTED, PARKED, WAITING, REFUSED, GONE, IMPOSSIBLE, UNCONFIGURED = 0, 1, 2, 3, 4, 7, 8
-local LONGEST_SLOT_MS = 30000
-
-local process, lease_id, endpoint = ARGV[2], ARGV[3], ARGV[4]
-local rank, cost, take, idle = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local deadline_ms, flags, parent = tonumber(ARGV[9]), ARGV[10], not KEYS[2] and ARGV[11] ~= "" and ARGV[11] or nil
-local namespace, queue, message, worker = KEYS[2], KEYS[2] and ARGV[11], ARGV[12], ARGV[13]
-
-prefetch({ "clock", "lines", "process:" .. process, "endpoint:" .. endpoint, "texts:" .. endpoint, "said:" .. process })
-begin(process, idle)
-
-if epoch == "" or not endpoint_of(endpoint).named or not process_of(process) then
-  return answer(UNCONFIGURED, process, "", 0)
+local function admitted(process, lease_id, lease, expires_at_ms, serving)
+  return answer(0, process, "", 0, serving, { lease = lease, lease_id = lease_id, expires_at_ms = expires_at_ms })
 end
 
-local function admitted(lease, expires_at_ms, serving)
-  return answer(ADMITTED, process, "", 0, serving, {
-    lease = lease, lease_id = lease_id, expires_at_ms = expires_at_ms,
+local function admit()
+  local at_once = admit_at_once()
+  if at_once then return at_once end
+
+  local PARKED, WAITING, REFUSED, GONE, IMPOSSIBLE, UNCONFIGURED = 1, 2, 3, 4, 7, 8
+  local LONGEST_SLOT_MS = 30000
+
+  local process, lease_id, endpoint = ARGV[2], ARGV[3], ARGV[4]
+  local rank, cost, want, idle = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+  local deadline_ms, flags, parent = tonumber(ARGV[9]), ARGV[10], not KEYS[2] and ARGV[11] ~= "" and ARGV[11] or nil
+  local namespace, queue, message, worker = KEYS[2], KEYS[2] and ARGV[11], ARGV[12], ARGV[13]
+
+  prefetch({
+    "clock", "lines", "process:" .. process, "endpoint:" .. endpoint, "texts:" .. endpoint, "said:" .. process,
   })
-end
+  begin(process, idle)
 
--- The idle threads of the process once the one that asked is free again, too.
-local idle_parked = idle >= 0 and idle + take or process_of(process).idle
-
--- Step 1: a repeated command, or a lease that came with a take and is to be confirmed.
-local lease, tombstone = lease_of(lease_id)
-if lease then
-  local one = endpoint_of(lease.endpoint)
-  local outdated = lease.generation ~= one.generation and one.open_until_ms ~= 0
-  if not (outdated and flags:find("c", 1, true)) then return admitted(lease, expiry_of(lease_id, lease)) end
-  end_lease(lease_id, lease)
-elseif tombstone then
-  return answer_again(tombstone, process, idle >= 0 and idle_parked or -1)
-end
-
--- Step 2: whoever has the message now, this worker does not.
-local acks
-if message then
-  acks = lines().ack_set(namespace, worker, queue)
-  if call("HEXISTS", lines().messages(namespace, queue), message) == 0
-    or call("SISMEMBER", acks, message) == 0 then
-    return answer(GONE, process, "", 0)
+  if epoch == "" or not endpoint_of(endpoint).named or not process_of(process) then
+    return answer(UNCONFIGURED, process, "", 0)
   end
-end
 
--- Its first place, if it has one; else a new one at the end.
-local line, waiter = endpoint .. "\31\31", lease_id
-if message then
-  line, waiter = lines().name(endpoint, namespace, queue), message
-end
-local known = (message or fact("lines")) and lines().parked(line, waiter)
-local parked = known
-if not parked then
-  clock.places = clock.places + 1
-  parked = {
-    rank = rank, cost = cost, place = clock.places, deadline_ms = deadline_ms,
-    overloads = 0, denials = 0, overloaded = false, process = message and "" or process,
-  }
-end
+  -- The idle threads of the process once the one that asked is free again, too.
+  local idle_parked = idle >= 0 and idle + want or process_of(process).idle
 
--- Step 3: lease.
-local chosen, reason, retry_after_ms = decide(endpoint, parked, message and take > 0 and process or "", parent)
-if chosen then
-  if known and not message then
-    lines().leave(line, waiter, parked)
-    lines().forget(line, waiter)
+  -- Step 1: a repeated command, or a lease that came with a take and is to be confirmed.
+  local lease, tombstone = lease_of(lease_id)
+  if lease then
+    local one = endpoint_of(lease.endpoint)
+    local outdated = lease.generation ~= one.generation and one.open_until_ms ~= 0
+    if not (outdated and flags:find("c", 1, true)) then
+      return admitted(process, lease_id, lease, expiry_of(lease_id, lease))
+    end
+    end_lease(lease_id, lease)
+  elseif tombstone then
+    return answer_again(tombstone, process, idle >= 0 and idle_parked or -1)
   end
-  local fresh = {
-    endpoint = chosen, home = endpoint, rank = parked.rank, cost = parked.cost, process = process,
-    place = parked.place, deadline_ms = parked.deadline_ms,
-    namespace = namespace, queue = queue, message = message, worker = worker,
-    parent = parent and lendable(chosen, parent) > 0 and parent or nil,
-  }
-  give_role(lease_id, chosen)
-  return admitted(fresh, grant(lease_id, fresh))
-end
-if reason == "too_costly" then
-  if known then
-    lines().leave(line, waiter, parked)
-    lines().forget(line, waiter)
-  end
-  return answer(IMPOSSIBLE, process, reason, 0)
-end
 
--- Step 4: park, and take for the thread that just became free; or wait; or refuse.
-if message then
-  call("SREM", acks, message)
-  lines().enter(line, waiter, parked)
-  set_idle(process, idle_parked)
-  local serving = serve(process, take, lease_id)
-  bury(lease_id, PARKED, reason, retry_after_ms, serving.taken)
-  return answer(PARKED, process, reason, retry_after_ms, serving)
+  -- Step 2: whoever has the message now, this worker does not.
+  local acks
+  if message then
+    acks = lines.ack_set(namespace, worker, queue)
+    if call("HEXISTS", lines.messages(namespace, queue), message) == 0
+      or call("SISMEMBER", acks, message) == 0 then
+      return answer(GONE, process, "", 0)
+    end
+  end
+
+  -- Its first place, if it has one; else a new one at the end.
+  local line, waiter = endpoint .. "\31\31", lease_id
+  if message then
+    line, waiter = lines.name(endpoint, namespace, queue), message
+  end
+  local known = (message or fact("lines")) and lines.parked(line, waiter)
+  local parked = known
+  if not parked then
+    clock.places = clock.places + 1
+    parked = {
+      rank = rank, cost = cost, place = clock.places, deadline_ms = deadline_ms,
+      overloads = 0, denials = 0, overloaded = false, process = message and "" or process,
+    }
+  end
+
+  -- Step 3: lease.
+  local chosen, reason, retry_after_ms = decide(endpoint, parked, message and want > 0 and process or "", parent)
+  if chosen then
+    if known and not message then
+      lines.leave(line, waiter, parked)
+      lines.forget(line, waiter)
+    end
+    local fresh = {
+      endpoint = chosen, home = endpoint, rank = parked.rank, cost = parked.cost, process = process,
+      place = parked.place, deadline_ms = parked.deadline_ms,
+      namespace = namespace, queue = queue, message = message, worker = worker,
+      parent = parent and lendable(chosen, parent) > 0 and parent or nil,
+    }
+    give_role(lease_id, chosen)
+    return admitted(process, lease_id, fresh, grant(lease_id, fresh))
+  end
+  if reason == "too_costly" then
+    if known then
+      lines.leave(line, waiter, parked)
+      lines.forget(line, waiter)
+    end
+    return answer(IMPOSSIBLE, process, reason, 0)
+  end
+
+  -- Step 4: park, and take for the thread that just became free; or wait; or refuse.
+  if message then
+    call("SREM", acks, message)
+    lines.enter(line, waiter, parked)
+    set_idle(process, idle_parked)
+    local serving = serve(process, want, lease_id)
+    bury(lease_id, PARKED, reason, retry_after_ms, serving.taken)
+    return answer(PARKED, process, reason, retry_after_ms, serving)
+  end
+  if reason == "queue_ahead" then freed = true end   -- I9: somebody could go, and now has to hear of it
+  if flags:find("w", 1, true) then
+    if not lines.stands(line, waiter) then lines.enter(line, waiter, parked) end
+    local serving = freed and serve(process, 0, "") or nil
+    local given = freed and lease_of(lease_id)           -- what was free went to this very caller
+    if given then return admitted(process, lease_id, given, expiry_of(lease_id, given), serving) end
+    return answer(WAITING, process, reason, retry_after_ms, serving)
+  end
+  if flags:find("s", 1, true) then
+    local slots = "slot:" .. endpoint .. "\31" .. ARGV[5]
+    local slot = min(max(now, tonumber(fact(slots) or 0)) + step_ms(endpoint), now + LONGEST_SLOT_MS)
+    set_fact(slots, slot)
+    retry_after_ms = max(retry_after_ms, slot - now)
+    bury(lease_id, REFUSED, reason, retry_after_ms)    -- I11: one slot per message
+  end
+  return answer(REFUSED, process, reason, retry_after_ms)
 end
-if reason == "queue_ahead" then freed = true end   -- I9: somebody could go, and now has to hear of it
-if flags:find("w", 1, true) then
-  if not lines().stands(line, waiter) then lines().enter(line, waiter, parked) end
-  local serving = freed and serve(process, 0, "") or nil
-  local given = freed and lease_of(lease_id)           -- what was free went to this very caller
-  if given then return admitted(given, expiry_of(lease_id, given), serving) end
-  return answer(WAITING, process, reason, retry_after_ms, serving)
-end
-if flags:find("s", 1, true) then
-  local slots = "slot:" .. endpoint .. "\31" .. ARGV[5]
-  local slot = min(max(now, tonumber(fact(slots) or 0)) + step_ms(endpoint), now + LONGEST_SLOT_MS)
-  set_fact(slots, slot)
-  retry_after_ms = max(retry_after_ms, slot - now)
-  bury(lease_id, REFUSED, reason, retry_after_ms)    -- I11: one slot per message
-end
-return answer(REFUSED, process, reason, retry_after_ms)

@@ -24,57 +24,50 @@
 --- @include "waiting"
 --- @include "serve"
 --- @include "reply"
+--- @include "arguments"
 
-local DONE = 9
+local function configure()
+  local DONE = 9
 
-local process, hold_ms = ARGV[2], tonumber(ARGV[3])
-local position = 5
+  local process, hold_ms = ARGV[2], tonumber(ARGV[3])
+  position = 5
+  prefetch({ "clock", "lines", "process:" .. process, "endpoints", "leased" })
+  begin(process, -1)
 
-local function text()
-  position = position + 1
-  return ARGV[position]
-end
-
-local function number()
-  return tonumber(text())
-end
-
-prefetch({ "clock", "lines", "process:" .. process, "endpoints", "leased" })
-begin(process, -1)
-
-local published = {
-  revision = tonumber(ARGV[5]),
-  rules = {
-    lease_ms = number(), heartbeat_ms = number(), hold_ms = number(), ageing_ms = number(), max_overloads = number(),
-    reserve_fraction = number(), probe_deadline_ms = number(), retry_after_cap_ms = number(),
-  },
-  specs = {},
-  budgets = {},
-}
-for _ = 1, number() do
-  local spec = {
-    id = text(), ceiling = number(), floor = number(), reserve = number(), group = text(), fallback = text(),
-    breaker = text() == "1", fail_threshold = number(), base_cooldown_ms = number(), max_cooldown_ms = number(),
-    backoff_factor = number(),
+  local published = {
+    revision = tonumber(ARGV[5]),
+    rules = {
+      lease_ms = number(), heartbeat_ms = number(), hold_ms = number(), ageing_ms = number(), max_overloads = number(),
+      reserve_fraction = number(), probe_deadline_ms = number(), retry_after_cap_ms = number(),
+    },
+    specs = {},
+    budgets = {},
   }
-  published.specs[#published.specs + 1] = spec
-end
-for _ = 1, number() do
-  published.budgets[#published.budgets + 1] = { id = text(), budget = number() }
-end
-call("HSET", root .. "published", process, pack(published))
-recompute()
+  for _ = 1, number() do
+    local spec = {
+      id = text(), ceiling = number(), floor = number(), reserve = number(), group = text(), fallback = text(),
+      breaker = text() == "1", fail_threshold = number(), base_cooldown_ms = number(), max_cooldown_ms = number(),
+      backoff_factor = number(),
+    }
+    published.specs[#published.specs + 1] = spec
+  end
+  for _ = 1, number() do
+    published.budgets[#published.budgets + 1] = { id = text(), budget = number() }
+  end
+  call("HSET", root .. "published", process, pack(published))
+  recompute()
 
-if not process_of(process) then
-  processes[process] = { idle = 0, held = false }
-  changed_processes[process], changed["process:" .. process] = true, nil
+  if not process_of(process) then
+    processes[process] = { idle = 0, held = false }
+    changed_processes[process], changed["process:" .. process] = true, nil
+  end
+  call("ZADD", root .. "alive", now + rules.lease_ms, process)
+  clock.due_ms = min(clock.due_ms, now + rules.lease_ms)
+  if epoch == "" then
+    epoch = process .. "@" .. string.format("%.0f", now)
+    if hold_ms < 0 then hold_ms = rules.heartbeat_ms end
+    clock.epoch_until_ms = now + (ARGV[4] ~= "" and rules.lease_ms or hold_ms)
+  end
+  freed = true                            -- a ceiling may have risen
+  return answer(DONE, process, "", 0)
 end
-call("ZADD", root .. "alive", now + rules.lease_ms, process)
-clock.due_ms = min(clock.due_ms, now + rules.lease_ms)
-if epoch == "" then
-  epoch = process .. "@" .. string.format("%.0f", now)
-  if hold_ms < 0 then hold_ms = rules.heartbeat_ms end
-  clock.epoch_until_ms = now + (ARGV[4] ~= "" and rules.lease_ms or hold_ms)
-end
-freed = true                            -- a ceiling may have risen
-return answer(DONE, process, "", 0)

@@ -23,6 +23,17 @@
      6 STOLEN              the lease ran out, and somebody else has the message
 ]]
 --- @include "state"
+--- @include "facts"
+--- @include "leases"
+--- @include "rule"
+--- @include "breaker"
+--- @include "lines"
+--- @include "moves"
+--- @include "configuration"
+--- @include "sweep"
+--- @include "waiting"
+--- @include "serve"
+--- @include "reply"
 
 -- The mean length of an endpoint's calls after one more, smoothed with weight 1/8.
 local function smooth(mean_ms, length_ms)
@@ -30,7 +41,7 @@ local function smooth(mean_ms, length_ms)
 end
 
 -- The common case, without what the others need: nobody waits, time has ended nothing, and all is well.
-do
+local function finish_at_once()
   local process, lease_id, outcome = ARGV[2], ARGV[3], ARGV[4]
   local namespace, queue, message = KEYS[2], ARGV[10], ARGV[11]
   local fields = call("HMGET", STATE, "clock", "lines", "process:" .. process, "endpoint:" .. ARGV[6])
@@ -53,49 +64,25 @@ do
         if message then
           call("HDEL", root .. "parked:" .. ARGV[6] .. "\31" .. namespace .. "\31" .. queue, message)
         end
-        local changed = { "clock", pack_numbers(">d", now) .. packed:sub(9) }
+        local written = { "clock", pack_numbers(">d", now) .. packed:sub(9) }
         local smoothed = outcome == "success" and smooth(mean, now - started) or mean
         if smoothed ~= mean then
-          changed[3], changed[4] = "endpoint:" .. ARGV[6], pack_numbers(">d", smoothed) .. one:sub(9)
+          written[3], written[4] = "endpoint:" .. ARGV[6], pack_numbers(">d", smoothed) .. one:sub(9)
         end
         if ARGV[9] ~= "-1" and tonumber(ARGV[9]) ~= idle then
-          changed[#changed + 1] = "process:" .. process
-          changed[#changed + 1] = pack_numbers(PROCESS, ARGV[9], 0)
+          written[#written + 1] = "process:" .. process
+          written[#written + 1] = pack_numbers(PROCESS, ARGV[9], 0)
         end
-        call("HSET", STATE, unpack(changed))
+        call("HSET", STATE, unpack(written))
         return { 5, packed:sub(rest), -1, 0 }
       end
     end
   end
+  return nil
 end
 
---- @include "facts"
---- @include "leases"
---- @include "rule"
---- @include "breaker"
---- @include "lines"
---- @include "moves"
---- @include "configuration"
---- @include "sweep"
---- @include "waiting"
---- @include "serve"
---- @include "reply"
-
-local PARKED, FINISHED, STOLEN = 1, 5, 6
-local MAX_DENIALS, FIRST_DENIAL_MS = 3, 1000
-
-local process, lease_id, outcome, home, park = ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7]
-local namespace, queue, message, worker = KEYS[2], ARGV[10], ARGV[11], ARGV[12]
-
-prefetch({
-  "clock", "lines", "process:" .. process, "endpoint:" .. home, "texts:" .. home, "said:" .. process, "leased",
-})
-begin(process, tonumber(ARGV[9]))
-local lease, tombstone = lease_of(lease_id)
-if tombstone then return answer_again(tombstone, process, tonumber(ARGV[9])) end
-
 -- Count the outcome. Returns whether it counts against the message.
-local function count()
+local function count_outcome(lease_id, lease, outcome, retry_after_ms)
   local endpoint = lease.endpoint
   local one = endpoint_of(endpoint)
   if not one.named then return false end
@@ -103,13 +90,15 @@ local function count()
     one.mean_ms = smooth(one.mean_ms, now - lease.started_at_ms)
     changed_endpoints[endpoint] = true
   end
-  return settle(endpoint, outcome, lease_id, lease, tonumber(ARGV[5]))
+  return settle(endpoint, outcome, lease_id, lease, retry_after_ms)
 end
 
 -- Put the message back into its line, if its outcome and its record allow it. Returns whether it did.
-local function park_again(counted)
-  local line = lines().name(lease.home, namespace, queue)
-  local parked = lines().parked(line, message) or record_of(lease)
+local function park_again(lease, park, counted)
+  local MAX_DENIALS, FIRST_DENIAL_MS = 3, 1000
+  local namespace, queue, message, worker = KEYS[2], ARGV[10], ARGV[11], ARGV[12]
+  local line = lines.name(lease.home, namespace, queue)
+  local parked = lines.parked(line, message) or record_of(lease)
   local not_before_ms = 0
   if park == "overloaded" then
     local one = endpoint_of(lease.endpoint)
@@ -122,9 +111,9 @@ local function park_again(counted)
     not_before_ms = now + FIRST_DENIAL_MS * 2 ^ parked.denials
     parked.denials = parked.denials + 1
   end
-  local acks = lines().ack_set(namespace, worker, queue)
+  local acks = lines.ack_set(namespace, worker, queue)
   if call("SISMEMBER", acks, message) == 0
-    or call("HEXISTS", lines().messages(namespace, queue), message) == 0 then
+    or call("HEXISTS", lines.messages(namespace, queue), message) == 0 then
     return false
   end
   if park == "overloaded" then          -- a new place, behind those of its rank
@@ -132,24 +121,41 @@ local function park_again(counted)
     parked.place = clock.places
   end
   call("SREM", acks, message)
-  lines().enter(line, message, parked, not_before_ms)
+  lines.enter(line, message, parked, not_before_ms)
   return true
 end
 
-local status, reason, counted = FINISHED, "", false
-if lease then
-  end_lease(lease_id, lease, true)
-  counted = count()
-end
-if message and (not lease or not lease.message
-  or call("SISMEMBER", lines().ack_set(namespace, worker, queue), message) == 0) then
-  -- The lease ran out, or the broker took the worker for dead: perhaps somebody else has the message.
-  if not withdraw(lines().name(home, namespace, queue), message, worker) then status = STOLEN end
-elseif message and park ~= "" and park_again(counted) then
-  status, reason = PARKED, park
-end
-if message and status == FINISHED then lines().forget(lines().name(home, namespace, queue), message) end
+local function finish()
+  local at_once = finish_at_once()
+  if at_once then return at_once end
 
-local serving = serve(process, tonumber(ARGV[8]), lease_id)
-bury(lease_id, status, reason, 0, serving.taken)
-return answer(status, process, reason, 0, serving)
+  local PARKED, FINISHED, STOLEN = 1, 5, 6
+
+  local process, lease_id, outcome, home, park = ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7]
+  local namespace, queue, message, worker = KEYS[2], ARGV[10], ARGV[11], ARGV[12]
+
+  prefetch({
+    "clock", "lines", "process:" .. process, "endpoint:" .. home, "texts:" .. home, "said:" .. process, "leased",
+  })
+  begin(process, tonumber(ARGV[9]))
+  local lease, tombstone = lease_of(lease_id)
+  if tombstone then return answer_again(tombstone, process, tonumber(ARGV[9])) end
+
+  local status, reason, counted = FINISHED, "", false
+  if lease then
+    end_lease(lease_id, lease, true)
+    counted = count_outcome(lease_id, lease, outcome, tonumber(ARGV[5]))
+  end
+  if message and (not lease or not lease.message
+    or call("SISMEMBER", lines.ack_set(namespace, worker, queue), message) == 0) then
+    -- The lease ran out, or the broker took the worker for dead: perhaps somebody else has the message.
+    if not withdraw(lines.name(home, namespace, queue), message, worker) then status = STOLEN end
+  elseif message and park ~= "" and park_again(lease, park, counted) then
+    status, reason = PARKED, park
+  end
+  if message and status == FINISHED then lines.forget(lines.name(home, namespace, queue), message) end
+
+  local serving = serve(process, tonumber(ARGV[8]), lease_id)
+  bury(lease_id, status, reason, 0, serving.taken)
+  return answer(status, process, reason, 0, serving)
+end

@@ -28,47 +28,49 @@
 --- @include "reply"
 --- @include "held"
 
-local DONE, REFUSED_ALIVE = 9, 10
-local DRAIN_BATCH = 500
+local function operate()
+  local DONE, REFUSED_ALIVE = 9, 10
+  local DRAIN_BATCH = 500
 
-local action, target, value = ARGV[2], ARGV[3], tonumber(ARGV[4])
-local full = ARGV[5] .. "\31" .. ARGV[6]
+  local action, target, value = ARGV[2], ARGV[3], tonumber(ARGV[4])
+  local full = ARGV[5] .. "\31" .. ARGV[6]
 
-prefetch({ "clock", "lines", "endpoint:" .. target })
-begin("", -1)
+  prefetch({ "clock", "lines", "endpoint:" .. target })
+  begin("", -1)
 
-local count = 0
-local one = endpoint_of(target)
-if action == "open" then
-  move_breaker(target, now + value, one.trips, -1)
-elseif action == "close" or action == "reset" then
-  move_breaker(target, 0, 0, -1)
-elseif action == "override" or action == "clear_override" then
-  one.override = action == "override" and value or -1
-  changed_endpoints[target] = true
-elseif action == "pause" or action == "resume" then
-  one.paused = action == "pause"
-  changed_endpoints[target] = true
-elseif action == "drain" then
-  if call("EXISTS", consumers_key(full)) == 1 and ARGV[7] ~= "1" then return answer(REFUSED_ALIVE, "", "", 0) end
-  count = drain(full, value > 0 and value or DRAIN_BATCH)
-elseif action == "withdraw" then
-  local standing = {}
-  for _, line in ipairs(lines().all()) do standing[#standing + 1] = line end
-  for _, line in ipairs(standing) do
-    local parked = lines().parts(line).full == "" and lines().parked(line, target)
-    if parked then
-      lines().leave(line, target, parked)
-      lines().forget(line, target)
+  local moved = 0
+  local one = endpoint_of(target)
+  if action == "open" then
+    move_breaker(target, now + value, one.trips, -1)
+  elseif action == "close" or action == "reset" then
+    move_breaker(target, 0, 0, -1)
+  elseif action == "override" or action == "clear_override" then
+    one.override = action == "override" and value or -1
+    changed_endpoints[target] = true
+  elseif action == "pause" or action == "resume" then
+    one.paused = action == "pause"
+    changed_endpoints[target] = true
+  elseif action == "drain" then
+    if call("EXISTS", consumers_key(full)) == 1 and ARGV[7] ~= "1" then return answer(REFUSED_ALIVE, "", "", 0) end
+    moved = drain(full, value > 0 and value or DRAIN_BATCH)
+  elseif action == "withdraw" then
+    local standing = {}
+    for _, line in ipairs(lines.all()) do standing[#standing + 1] = line end
+    for _, line in ipairs(standing) do
+      local parked = lines.parts(line).full == "" and lines.parked(line, target)
+      if parked then
+        lines.leave(line, target, parked)
+        lines.forget(line, target)
+      end
     end
+    give_back(target)
+    local lease, tombstone = lease_of(target)
+    if not lease and not tombstone then bury(target, GONE, "", 0) end -- its ask may still be on the way
+  elseif action == "forget" then
+    for _, id in ipairs(leases_of(target)) do give_back(id) end
+    forget_process(target)
+  else
+    return redis.error_reply("ERR guard: unknown action")
   end
-  give_back(target)
-  local lease, tombstone = lease_of(target)
-  if not lease and not tombstone then bury(target, GONE, "", 0) end -- its ask may still be on the way
-elseif action == "forget" then
-  for _, id in ipairs(leases_of(target)) do give_back(id) end
-  forget_process(target)
-else
-  return redis.error_reply("ERR guard: unknown action")
+  return answer(DONE, "", "", 0, serve("", 0, ""), { count = moved })
 end
-return answer(DONE, "", "", 0, serve("", 0, ""), { count = count })

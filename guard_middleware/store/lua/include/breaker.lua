@@ -9,6 +9,20 @@ local function move_breaker(endpoint, open_until_ms, trips, ramp)
   changed_endpoints[endpoint] = true
 end
 
+-- The ramp ends at the full limit, and only then is the escalation forgotten.
+local function ramped(one)
+  if one.ramp ~= -1 and 1 + one.ramp >= ceiling_of(one) then
+    one.ramp, one.trips = -1, 0
+  end
+end
+
+local function trip(endpoint, one, retry_after_ms)
+  local trips = one.trips + 1
+  local cooldown = floor(min(one.base_cooldown_ms * one.backoff_factor ^ min(trips - 1, 64), one.max_cooldown_ms))
+  local pause = max(cooldown, min(retry_after_ms, rules.retry_after_cap_ms))
+  move_breaker(endpoint, max(one.open_until_ms, now + pause), trips, -1)
+end
+
 --[[
   Apply how a call ended (I7).
   Returns whether an overload is to be counted against the message that made the call.
@@ -17,32 +31,17 @@ local function settle(endpoint, outcome, lease_id, lease, retry_after_ms)
   local one = endpoint_of(endpoint)
   if not one.breaker or lease.generation ~= one.generation then return false end
   local well = outcome == "success" or outcome == "benign"
-
-  -- The ramp ends at the full limit, and only then is the escalation forgotten.
-  local function ramped()
-    if one.ramp ~= -1 and 1 + one.ramp >= ceiling_of(one) then
-      one.ramp, one.trips = -1, 0
-    end
-  end
-
-  local function trip()
-    local trips = one.trips + 1
-    local cooldown = floor(min(one.base_cooldown_ms * one.backoff_factor ^ min(trips - 1, 64), one.max_cooldown_ms))
-    local pause = max(cooldown, min(retry_after_ms, rules.retry_after_cap_ms))
-    move_breaker(endpoint, max(one.open_until_ms, now + pause), trips, -1)
-  end
-
   if one.open_until_ms == 0 then
     local first = one.fails == 0
     if well and (not first or one.ramp ~= -1) then
       one.fails = 0
       if one.ramp ~= -1 then one.ramp = one.ramp + lease.cost end
-      ramped()
+      ramped(one)
       changed_endpoints[endpoint] = true
     elseif outcome == "overload" then
       one.fails = one.fails + 1
       changed_endpoints[endpoint] = true
-      if one.fails >= one.fail_threshold then trip() end
+      if one.fails >= one.fail_threshold then trip(endpoint, one, retry_after_ms) end
       return first
     end
     return false
@@ -50,9 +49,9 @@ local function settle(endpoint, outcome, lease_id, lease, retry_after_ms)
   if lease_id ~= one.probe then return false end
   if well then
     move_breaker(endpoint, 0, one.trips, 0)
-    ramped()
+    ramped(one)
   elseif outcome == "overload" then
-    trip()
+    trip(endpoint, one, retry_after_ms)
     return true
   else
     one.probe, one.probe_until_ms = "", 0

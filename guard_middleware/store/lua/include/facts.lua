@@ -2,14 +2,16 @@
   The small facts of the guard, which stand in one hash: read through, and written back once at the end.
 ]]
 
-local pack, decode = cmsgpack.pack, cmsgpack.unpack
 local CHUNK = 100                       -- never unpack more than this
 local RANK = 2 ^ 50                     -- score in a line = rank * RANK + place, exact in a double
 local HOLD = "hold:"
 
-local facts, tables, changed = {}, {}, {} -- by field: as stored (false if absent), as a table, true
-local processes, endpoints, changed_processes, changed_endpoints = {}, {}, {}, {}
+local facts, tables, changed            -- by field: as stored (false if absent), as a table, true
+local processes, endpoints, changed_processes, changed_endpoints
 local clock, rules, epoch
+local counted_units                     -- endpoint -> units in flight, once they are counted
+local split, windows, consumers_of      -- line -> its parts, its first waiters; queue -> who consumes it
+local freed                             -- whether there is something that a waiter may have now
 
 local function default_rules()
   return {
@@ -18,8 +20,11 @@ local function default_rules()
   }
 end
 
--- Read fields at once: first "clock", with the clock, the rules and the epoch, then any others.
+-- Read fields at once: first "clock", with the clock, the rules and the epoch, then any others. Nothing else is known.
 local function prefetch(fields)
+  facts, tables, changed = {}, {}, {}
+  processes, endpoints, changed_processes, changed_endpoints = {}, {}, {}, {}
+  counted_units, split, windows, consumers_of, freed = {}, {}, {}, {}, false
   local values = call("HMGET", STATE, unpack(fields))
   for index = 2, #fields do facts[fields[index]] = values[index] end
   local packed = values[1]

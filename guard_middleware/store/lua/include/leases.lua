@@ -5,8 +5,6 @@
 ]]
 
 local TEXTS = "^" .. ("([^\31]*)\31"):rep(8) .. "(.*)$"
-local NESTED = root .. "nested"
-local counted_units = {}
 
 -- The lease of that id, or false; and what became of it, or false.
 local function lease_of(id)
@@ -127,7 +125,9 @@ local function nested()
   for _, id in ipairs(call("ZRANGEBYSCORE", NESTED, now + 1, "+inf")) do
     local child = lease_of(id)
     local parent = child and lease_of(child.parent)
-    if parent and expiry_of(child.parent, parent) > now then pairs_of[#pairs_of + 1] = { child = child, parent = parent } end
+    if parent and expiry_of(child.parent, parent) > now then
+      pairs_of[#pairs_of + 1] = { child = child, parent = parent }
+    end
   end
   return pairs_of
 end

@@ -26,20 +26,20 @@ end
 -- Return the message of an ended lease to its own place, if that worker still had it.
 local function put_back(lease)
   local id = lease.message
-  if not id or call("SREM", lines().ack_set(lease.namespace, lease.worker, lease.queue), id) == 0 then return end
-  local line = lines().name(lease.home, lease.namespace, lease.queue)
-  if call("HEXISTS", lines().messages(lease.namespace, lease.queue), id) == 0 then
-    lines().forget(line, id)
+  if not id or call("SREM", lines.ack_set(lease.namespace, lease.worker, lease.queue), id) == 0 then return end
+  local line = lines.name(lease.home, lease.namespace, lease.queue)
+  if call("HEXISTS", lines.messages(lease.namespace, lease.queue), id) == 0 then
+    lines.forget(line, id)
     return
   end
-  lines().enter(line, id, lines().parked(line, id) or record_of(lease))
+  lines.enter(line, id, lines.parked(line, id) or record_of(lease))
 end
 
 -- Make sure that a worker has the message. Returns false if somebody else has it.
 local function withdraw(line, id, worker)
-  local parts = lines().parts(line)
-  local acks = lines().ack_set(parts.namespace, worker, parts.queue)
-  if lines().leave(line, id, lines().parked(line, id)) then
+  local parts = lines.parts(line)
+  local acks = lines.ack_set(parts.namespace, worker, parts.queue)
+  if lines.leave(line, id, lines.parked(line, id)) then
     call("SADD", acks, id)
     return true
   end
@@ -59,8 +59,8 @@ end
 ]]
 local function drain(full, most, only)
   local waiting = {}
-  for _, line in ipairs(lines().all()) do
-    if lines().parts(line).full == full and (not only or only == line) then
+  for _, line in ipairs(lines.all()) do
+    if lines.parts(line).full == full and (not only or only == line) then
       local found = call("ZRANGE", root .. "line:" .. line, 0, most - 1, "WITHSCORES")
       for index = 1, #found, 2 do
         waiting[#waiting + 1] = { line = line, waiter = found[index], key = tonumber(found[index + 1]) }
@@ -70,8 +70,8 @@ local function drain(full, most, only)
   local beside = clock.held_at_ms < huge and call("ZRANGE", root .. "held_back", 0, -1) or {}
   for _, member in ipairs(beside) do
     local line, waiter = member:match("^(.-\31.-\31.-)\31(.*)$")
-    if lines().parts(line).full == full and (not only or only == line) then
-      local parked = lines().parked(line, waiter)
+    if lines.parts(line).full == full and (not only or only == line) then
+      local parked = lines.parked(line, waiter)
       waiting[#waiting + 1] = { line = line, waiter = waiter, key = parked.rank * RANK + parked.place }
     end
   end
@@ -79,10 +79,10 @@ local function drain(full, most, only)
   local moved = min(most, #waiting)
   for index = 1, moved do
     local line, waiter = waiting[index].line, waiting[index].waiter
-    local parts = lines().parts(line)
-    lines().leave(line, waiter, lines().parked(line, waiter))
-    lines().forget(line, waiter)
-    if call("HEXISTS", lines().messages(parts.namespace, parts.queue), waiter) == 1 then
+    local parts = lines.parts(line)
+    lines.leave(line, waiter, lines.parked(line, waiter))
+    lines.forget(line, waiter)
+    if call("HEXISTS", lines.messages(parts.namespace, parts.queue), waiter) == 1 then
       call("RPUSH", parts.namespace .. ":" .. parts.queue, waiter)
     end
   end

@@ -23,8 +23,8 @@ local function next_ms()
     end
     later(clock.epoch_until_ms)
     local seen = {}
-    for _, line in ipairs(lines().all()) do
-      local endpoint = lines().parts(line).endpoint
+    for _, line in ipairs(lines.all()) do
+      local endpoint = lines.parts(line).endpoint
       if not seen[endpoint] then
         seen[endpoint] = true
         local fallback = texts_of(endpoint).fallback
@@ -32,7 +32,7 @@ local function next_ms()
           later(endpoint_of(one).open_until_ms)
           later(endpoint_of(one).probe_until_ms)
         end
-        if lines().background_waits(endpoint) then
+        if lines.background_waits(endpoint) then
           local since_ms = endpoint_of(endpoint).background_at_ms
           later((since_ms > 0 and since_ms or now) + rules.ageing_ms)
         end
@@ -48,7 +48,7 @@ local function takes_again(lease_ids)
   for _, id in ipairs(lease_ids) do
     local lease = lease_of(id)
     local payload = lease and lease.message
-      and call("HGET", lines().messages(lease.namespace, lease.queue), lease.message)
+      and call("HGET", lines.messages(lease.namespace, lease.queue), lease.message)
     if payload then
       for _, value in ipairs({
         id, lease.endpoint, lease.home, lease.generation, endpoint_of(lease.endpoint).probe == id and 1 or 0,

@@ -4,219 +4,218 @@
 
 local SCAN, WAKES = 500, 8
 
+local function wake(serving, runner, lease_id)
+  if not serving.notified[runner] then serving.woken[#serving.woken + 1] = runner end
+  if not serving.notified[runner] or lease_id ~= "" then call("PUBLISH", root .. "wake:" .. runner, lease_id) end
+  serving.notified[runner] = true
+end
+
+-- The message goes to an idle thread of the asking process.
+local function hand_over(serving, lease_id, endpoint, generation, probe, expires_at_ms, line, parked, waiter, payload)
+  local parts = lines.parts(line)
+  call("SADD", lines.ack_set(parts.namespace, room.process(serving.process).worker, parts.queue), waiter)
+  set_idle(serving.process, max(0, process_of(serving.process).idle - 1))
+  serving.want = serving.want - 1
+  for _, value in ipairs({
+    lease_id, endpoint, parts.endpoint, generation, probe and 1 or 0, expires_at_ms, parked.rank, parked.cost,
+    parts.namespace, parts.queue, waiter, payload,
+  }) do serving.takes[#serving.takes + 1] = value end
+end
+
+-- Give a message that can never run to the asking process, without a permit: its broker ends it.
+local function hand_over_unpermitted(serving, line, waiter, parked)
+  local parts = lines.parts(line)
+  lines.leave(line, waiter, parked)
+  lines.forget(line, waiter)
+  local payload = call("HGET", lines.messages(parts.namespace, parts.queue), waiter)
+  if payload then hand_over(serving, "", parts.endpoint, 0, false, 0, line, parked, waiter, payload) end
+end
+
+-- Hand waiters that are too old to their broker's age limit, without a permit.
+local function hand_over_old(serving)
+  local firsts = serving.want > 0 and room.process(serving.process) and record("deadlines")
+  if not firsts then return end
+  local old, looked = {}, {}
+  for full in pairs(room.process(serving.process).queues) do
+    if firsts[full] and firsts[full] <= now then
+      looked[#looked + 1] = full
+      local found = call("ZRANGEBYSCORE", root .. "deadlines:" .. full, "-inf", now, "WITHSCORES", "LIMIT", 0,
+        serving.want)
+      for index = 1, #found, 2 do old[#old + 1] = { member = found[index], at_ms = tonumber(found[index + 1]) } end
+    end
+  end
+  table.sort(old, function(one, other)
+    if one.at_ms ~= other.at_ms then return one.at_ms < other.at_ms end
+    return before(one.member, other.member)
+  end)
+  for index = 1, min(serving.want, #old) do
+    local line, waiter = old[index].member:match("^(.-\31.-\31.-)\31(.*)$")
+    hand_over_unpermitted(serving, line, waiter, lines.parked(line, waiter))
+  end
+  for _, full in ipairs(looked) do
+    local first = call("ZRANGE", root .. "deadlines:" .. full, 0, 0, "WITHSCORES")[2]
+    firsts[full] = first and tonumber(first)
+  end
+  set_record("deadlines", next(firsts) and firsts or false)
+end
+
+local function new_lease(endpoint, line, runner, parked)
+  return {
+    endpoint = endpoint, home = lines.parts(line).endpoint, rank = parked.rank, cost = parked.cost,
+    process = runner, place = parked.place, deadline_ms = parked.deadline_ms,
+  }
+end
+
+local function take(serving, line, waiter, parked, endpoint)
+  local parts = lines.parts(line)
+  local payload = call("HGET", lines.messages(parts.namespace, parts.queue), waiter)
+  lines.leave(line, waiter, parked)
+  if not payload then                 -- flushed: a ghost never counts as a take
+    lines.forget(line, waiter)
+    return
+  end
+  clock.takes = clock.takes + 1
+  local id = epoch .. ":" .. clock.takes
+  local lease = new_lease(endpoint, line, serving.process, parked)
+  lease.via = serving.via
+  lease.namespace, lease.queue, lease.message = parts.namespace, parts.queue, waiter
+  lease.worker = room.process(serving.process).worker
+  local probe = give_role(id, endpoint)
+  local expires_at_ms = grant(id, lease)
+  serving.taken[#serving.taken + 1] = id
+  hand_over(serving, id, endpoint, lease.generation, probe, expires_at_ms, line, parked, waiter, payload)
+end
+
+-- Nobody idle can run this line now; a caller whose process is gone leaves it.
+local function nobody(serving, line, waiter, parked)
+  local parts = lines.parts(line)
+  if parts.full == "" then
+    lines.leave(line, waiter, parked)
+    lines.forget(line, waiter)
+    return
+  end
+  serving.skipped[line] = true
+  local known = room.process(serving.process)
+  if known and known.queues[parts.full] then
+    local _, reason = place_call(parts.endpoint, parked.rank, parked.cost, false)
+    if not reason then serving.waiting = 1 end
+  end
+end
+
+-- The best takeable waiter of `home` that `endpoint` would admit and that has not seen a server shed load, or nil.
+local function other_probe(serving, home, endpoint)
+  local best
+  for _, line in ipairs(lines.all()) do
+    local found = lines.parts(line).endpoint == home
+      and call("ZRANGE", root .. "line:" .. line, 0, PROBE_SCAN - 1, "WITHSCORES") or {}
+    for index = 1, #found, 2 do
+      local parked, key = lines.parked(line, found[index]), tonumber(found[index + 1])
+      local runner = parked.overloaded and "" or room.runner(line, parked, serving.want > 0 and serving.process or "")
+      local chosen, reason
+      if runner ~= "" then chosen, reason = place_call(home, parked.rank, parked.cost, false) end
+      if chosen == endpoint and not reason then
+        local other = { key = key, line = line, waiter = found[index], parked = parked, runner = runner }
+        if not best or in_order(other, best) then best = other end
+        break
+      end
+    end
+  end
+  return best
+end
+
+local function let_go(serving, line, waiter, parked, endpoint, runner)
+  local parts = lines.parts(line)
+  if parts.full == "" then
+    lines.leave(line, waiter, parked)
+    lines.forget(line, waiter)
+    give_role(waiter, endpoint)
+    grant(waiter, new_lease(endpoint, line, runner, parked))
+    wake(serving, runner, waiter)
+  elseif runner == serving.process and serving.want > 0 then
+    take(serving, line, waiter, parked, endpoint)
+  elseif #serving.woken >= WAKES then
+    serving.closed[parts.endpoint] = true
+  else                                -- only another process can: keep a unit for it, and tell it
+    local hold = new_lease(endpoint, line, runner, parked)
+    hold.hold = true
+    grant(HOLD .. runner, hold)
+    wake(serving, runner, "")
+    serving.passed[line .. "\31" .. waiter] = true
+  end
+end
+
+-- Let one waiter go, or close what stands against it for the rest of this command.
+local function attempt(serving, line, waiter, aged)
+  local parked, home = lines.parked(line, waiter), lines.parts(line).endpoint
+  local runner = room.runner(line, parked, serving.want > 0 and serving.process or "")
+  if runner == "" then return nobody(serving, line, waiter, parked) end
+  local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, aged)
+  local there = endpoint_of(endpoint)
+  if reason and not release_helps(home, endpoint, parked.rank, parked.cost, aged) then
+    serving.passed[line .. "\31" .. waiter] = true
+    local own = endpoint_of(home)
+    if runner == serving.process and serving.want > 0 and lines.parts(line).full ~= "" and own.named
+      and never_fits(own, parked.cost) then
+      hand_over_unpermitted(serving, line, waiter, parked)
+    end
+    return
+  end
+  if by_group then serving.claimed[texts_of(endpoint).group] = true end
+  if reason or (there.budget >= 0 and serving.claimed[texts_of(endpoint).group]
+    and in_flight(endpoint) + parked.cost > there.floor) then
+    serving.closed[home] = true
+    return
+  end
+  if parked.overloaded and phase_of(there) == "half_open" then
+    local other = other_probe(serving, home, endpoint)
+    if other then line, waiter, parked, runner = other.line, other.waiter, other.parked, other.runner end
+  end
+  let_go(serving, line, waiter, parked, endpoint, runner)
+end
+
+-- The best waiter among the lines that are still open in this command.
+local function best_waiter(serving)
+  local best
+  for _, line in ipairs(lines.all()) do
+    if not serving.skipped[line] and not serving.closed[lines.parts(line).endpoint] then
+      local index = 0
+      local waiter, key = lines.at(line, index)
+      while waiter and serving.passed[line .. "\31" .. waiter] do
+        index = index + 1
+        waiter, key = lines.at(line, index)
+      end
+      local first = waiter and { key = key, line = line, waiter = waiter }
+      if first and (not best or in_order(first, best)) then best = first end
+    end
+  end
+  return best
+end
+
 --[[
   `want` messages for `process`, which has as many idle threads; the new leases remember `via`, the command's id.
-  Returns { takes, taken, woken, waiting }; takes is flat, a message in twelve values; taken are the lease ids.
+  Returns what was handed out: among it `takes`, flat, a message in twelve values; `taken`, the lease ids; `woken`;
+  `waiting`.
 ]]
 local function serve(process, want, via)
-  local takes, taken, woken, waiting = {}, {}, {}, 0
-  local serving = { takes = takes, taken = taken, woken = woken, waiting = 0 }
+  local serving = { process = process, want = want, via = via, takes = {}, taken = {}, woken = {}, waiting = 0 }
   if nobody_waits() or now < clock.epoch_until_ms then return serving end
-  local closed, claimed, skipped, passed, notified = {}, {}, {}, {}, {}
-
-  local function wake(runner, lease_id)
-    if not notified[runner] then woken[#woken + 1] = runner end
-    if not notified[runner] or lease_id ~= "" then call("PUBLISH", root .. "wake:" .. runner, lease_id) end
-    notified[runner] = true
-  end
-
-  -- The message goes to an idle thread of the asking process.
-  local function hand_over(lease_id, endpoint, generation, probe, expires_at_ms, line, parked, waiter, payload)
-    local parts = lines().parts(line)
-    call("SADD", lines().ack_set(parts.namespace, room().process(process).worker, parts.queue), waiter)
-    set_idle(process, max(0, process_of(process).idle - 1))
-    want = want - 1
-    for _, value in ipairs({
-      lease_id, endpoint, parts.endpoint, generation, probe and 1 or 0, expires_at_ms, parked.rank, parked.cost,
-      parts.namespace, parts.queue, waiter, payload,
-    }) do takes[#takes + 1] = value end
-  end
-
-  -- Give a message that can never run to the asking process, without a permit: its broker ends it.
-  local function hand_over_unpermitted(line, waiter, parked)
-    local parts = lines().parts(line)
-    lines().leave(line, waiter, parked)
-    lines().forget(line, waiter)
-    local payload = call("HGET", lines().messages(parts.namespace, parts.queue), waiter)
-    if payload then hand_over("", parts.endpoint, 0, false, 0, line, parked, waiter, payload) end
-  end
-
-  -- Hand waiters that are too old to their broker's age limit, without a permit.
-  local function hand_over_old()
-    local firsts = want > 0 and room().process(process) and record("deadlines")
-    if not firsts then return end
-    local old, looked = {}, {}
-    for full in pairs(room().process(process).queues) do
-      if firsts[full] and firsts[full] <= now then
-        looked[#looked + 1] = full
-        local found = call("ZRANGEBYSCORE", root .. "deadlines:" .. full, "-inf", now, "WITHSCORES", "LIMIT", 0, want)
-        for index = 1, #found, 2 do old[#old + 1] = { member = found[index], at_ms = tonumber(found[index + 1]) } end
-      end
-    end
-    table.sort(old, function(one, other)
-      if one.at_ms ~= other.at_ms then return one.at_ms < other.at_ms end
-      return before(one.member, other.member)
-    end)
-    for index = 1, min(want, #old) do
-      local line, waiter = old[index].member:match("^(.-\31.-\31.-)\31(.*)$")
-      hand_over_unpermitted(line, waiter, lines().parked(line, waiter))
-    end
-    for _, full in ipairs(looked) do
-      local first = call("ZRANGE", root .. "deadlines:" .. full, 0, 0, "WITHSCORES")[2]
-      firsts[full] = first and tonumber(first)
-    end
-    set_record("deadlines", next(firsts) and firsts or false)
-  end
-
-  local function new_lease(endpoint, line, runner, parked)
-    return {
-      endpoint = endpoint, home = lines().parts(line).endpoint, rank = parked.rank, cost = parked.cost,
-      process = runner, place = parked.place, deadline_ms = parked.deadline_ms,
-    }
-  end
-
-  local function take(line, waiter, parked, endpoint)
-    local parts = lines().parts(line)
-    local payload = call("HGET", lines().messages(parts.namespace, parts.queue), waiter)
-    lines().leave(line, waiter, parked)
-    if not payload then                 -- flushed: a ghost never counts as a take
-      lines().forget(line, waiter)
-      return
-    end
-    clock.takes = clock.takes + 1
-    local id = epoch .. ":" .. clock.takes
-    local lease = new_lease(endpoint, line, process, parked)
-    lease.via = via
-    lease.namespace, lease.queue, lease.message = parts.namespace, parts.queue, waiter
-    lease.worker = room().process(process).worker
-    local probe = give_role(id, endpoint)
-    local expires_at_ms = grant(id, lease)
-    taken[#taken + 1] = id
-    hand_over(id, endpoint, lease.generation, probe, expires_at_ms, line, parked, waiter, payload)
-  end
-
-  -- Nobody idle can run this line now; a caller whose process is gone leaves it.
-  local function nobody(line, waiter, parked)
-    local parts = lines().parts(line)
-    if parts.full == "" then
-      lines().leave(line, waiter, parked)
-      lines().forget(line, waiter)
-      return
-    end
-    skipped[line] = true
-    local known = room().process(process)
-    if known and known.queues[parts.full] then
-      local _, reason = place_call(parts.endpoint, parked.rank, parked.cost, false)
-      if not reason then waiting = 1 end
-    end
-  end
-
-  -- The best takeable waiter of `home` that `endpoint` would admit and that has not seen a server shed load, or nil.
-  local function other_probe(home, endpoint)
-    local best
-    for _, line in ipairs(lines().all()) do
-      local found = lines().parts(line).endpoint == home
-        and call("ZRANGE", root .. "line:" .. line, 0, PROBE_SCAN - 1, "WITHSCORES") or {}
-      for index = 1, #found, 2 do
-        local parked, key = lines().parked(line, found[index]), tonumber(found[index + 1])
-        local runner = parked.overloaded and "" or room().runner(line, parked, want > 0 and process or "")
-        local chosen, reason
-        if runner ~= "" then chosen, reason = place_call(home, parked.rank, parked.cost, false) end
-        if chosen == endpoint and not reason then
-          local other = { key = key, line = line, waiter = found[index], parked = parked, runner = runner }
-          if not best or in_order(other, best) then best = other end
-          break
-        end
-      end
-    end
-    return best
-  end
-
-  local function let_go(line, waiter, parked, endpoint, runner)
-    local parts = lines().parts(line)
-    if parts.full == "" then
-      lines().leave(line, waiter, parked)
-      lines().forget(line, waiter)
-      give_role(waiter, endpoint)
-      grant(waiter, new_lease(endpoint, line, runner, parked))
-      wake(runner, waiter)
-    elseif runner == process and want > 0 then
-      take(line, waiter, parked, endpoint)
-    elseif #woken >= WAKES then
-      closed[parts.endpoint] = true
-    else                                -- only another process can: keep a unit for it, and tell it
-      local hold = new_lease(endpoint, line, runner, parked)
-      hold.hold = true
-      grant(HOLD .. runner, hold)
-      wake(runner, "")
-      passed[line .. "\31" .. waiter] = true
-    end
-  end
-
-  -- Let one waiter go, or close what stands against it for the rest of this command.
-  local function attempt(line, waiter, aged)
-    local parked, home = lines().parked(line, waiter), lines().parts(line).endpoint
-    local runner = room().runner(line, parked, want > 0 and process or "")
-    if runner == "" then return nobody(line, waiter, parked) end
-    local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, aged)
-    local there = endpoint_of(endpoint)
-    if reason and not release_helps(home, endpoint, parked.rank, parked.cost, aged) then
-      passed[line .. "\31" .. waiter] = true
-      local own = endpoint_of(home)
-      if runner == process and want > 0 and lines().parts(line).full ~= "" and own.named
-        and never_fits(own, parked.cost) then
-        hand_over_unpermitted(line, waiter, parked)
-      end
-      return
-    end
-    if by_group then claimed[texts_of(endpoint).group] = true end
-    if reason or (there.budget >= 0 and claimed[texts_of(endpoint).group]
-      and in_flight(endpoint) + parked.cost > there.floor) then
-      closed[home] = true
-      return
-    end
-    if parked.overloaded and phase_of(there) == "half_open" then
-      local other = other_probe(home, endpoint)
-      if other then line, waiter, parked, runner = other.line, other.waiter, other.parked, other.runner end
-    end
-    let_go(line, waiter, parked, endpoint, runner)
-  end
-
-  -- The best waiter among the lines that are still open in this command.
-  local function best_waiter()
-    local best
-    for _, line in ipairs(lines().all()) do
-      if not skipped[line] and not closed[lines().parts(line).endpoint] then
-        local index = 0
-        local waiter, key = lines().at(line, index)
-        while waiter and passed[line .. "\31" .. waiter] do
-          index = index + 1
-          waiter, key = lines().at(line, index)
-        end
-        local first = waiter and { key = key, line = line, waiter = waiter }
-        if first and (not best or in_order(first, best)) then best = first end
-      end
-    end
-    return best
-  end
-
-  hand_over_old()
+  serving.closed, serving.claimed, serving.skipped, serving.passed, serving.notified = {}, {}, {}, {}, {}
+  hand_over_old(serving)
   local homes, seen = {}, {}
-  for _, line in ipairs(lines().all()) do
-    local endpoint = lines().parts(line).endpoint
+  for _, line in ipairs(lines.all()) do
+    local endpoint = lines.parts(line).endpoint
     if not seen[endpoint] then homes[#homes + 1] = endpoint end
     seen[endpoint] = true
   end
   table.sort(homes, before)
   for _, endpoint in ipairs(homes) do
-    local line, waiter = room().aged(endpoint)
-    if line then attempt(line, waiter, true) end
+    local line, waiter = room.aged(endpoint)
+    if line then attempt(serving, line, waiter, true) end
   end
   for _ = 1, SCAN do
-    local best = best_waiter()
+    local best = best_waiter(serving)
     if not best then break end
-    attempt(best.line, best.waiter, false)
+    attempt(serving, best.line, best.waiter, false)
   end
-  serving.waiting = waiting
   return serving
 end

@@ -1,16 +1,11 @@
 --[[
-  The clock and the formats of what is kept. Every script begins with this.
-  A script runs from its first line each time: each command to the server, each field, table and function that is made
-  shows in what a permit costs. That is why the common case of `admit` and `finish` stands alone, before all other
-  includes; why records are numbers (as doubles) that are followed by text; and why those that change most come first.
+  The call that is carried out, and the formats of what is kept. Everything else builds on this.
+  The library is run once, when the server loads it; from then on its functions are called, so what belongs to one call
+  is set anew by `start` and `prefetch`. Records are numbers (as doubles) that are followed by text, and those that
+  change most come first, because reading and writing them is most of what a permit costs.
 ]]
 
-local call = redis.call
-local floor, min, max, huge = math.floor, math.min, math.max, math.huge
-local pack_numbers, numbers = struct.pack, struct.unpack
-
-local root = KEYS[1]
-local STATE, LEASE, UNITS = root .. "state", root .. "lease:", root .. "units:"
+local call, floor, min, max, huge, pack_numbers, numbers, pack, decode -- a server gives them only once it has loaded
 local BACKGROUND = 3                    -- the last rank: it may not touch the reserve
 
 --[[
@@ -33,10 +28,22 @@ local TOMBSTONE = ">dddd"
 -- rank, cost, place, overloads, denials, overloaded, deadline_ms; then the process
 local PARKED_NUMBERS = ">ddddddd"
 
--- I6: one clock, the server's; it stands still until the end of the script.
-local now = tonumber(ARGV[1])
-local injected = now ~= nil
-if not injected then
-  local time = call("TIME")
-  now = time[1] * 1000 + floor(time[2] / 1000)
+-- The call: its keys and arguments, its clock, and where its guard's keys begin.
+local KEYS, ARGV, now, injected, root, STATE, LEASE, UNITS, NESTED
+
+-- Begin a call. I6: there is one clock, the server's, and it stands still until the call is over.
+local function start(keys, args)
+  if not call then
+    call, floor, min, max, huge = redis.call, math.floor, math.min, math.max, math.huge
+    pack_numbers, numbers, pack, decode = struct.pack, struct.unpack, cmsgpack.pack, cmsgpack.unpack
+  end
+  KEYS, ARGV = keys, args
+  root = keys[1]
+  STATE, LEASE, UNITS, NESTED = root .. "state", root .. "lease:", root .. "units:", root .. "nested"
+  now = tonumber(args[1])
+  injected = now ~= nil
+  if not injected then
+    local time = call("TIME")
+    now = time[1] * 1000 + floor(time[2] / 1000)
+  end
 end

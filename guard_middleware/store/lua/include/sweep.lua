@@ -4,7 +4,6 @@
 ]]
 
 local SWEEP_LEASES, SWEEP_PROCESSES = 256, 16
-local freed = false                     -- something that a waiter may have now
 
 local function consumers_key(full) return root .. "consumers:" .. full end
 
@@ -74,7 +73,7 @@ local function sweep()
     for _, member in ipairs(over) do
       local line, waiter = member:match("^(.-\31.-\31.-)\31(.*)$")
       freed = true
-      lines().stand(line, waiter, lines().parked(line, waiter))
+      lines.stand(line, waiter, lines.parked(line, waiter))
       call("ZREM", held_back, member)
     end
     clock.held_at_ms = tonumber(call("ZRANGE", held_back, 0, 0, "WITHSCORES")[2] or huge)
