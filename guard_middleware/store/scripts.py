@@ -1,5 +1,4 @@
-"""Loads the Lua scripts: puts them and their includes into one library, reads their headers, and refuses what does not
-hold together.
+"""Loads the Lua scripts as one library of functions, reads their headers, and refuses what does not hold together.
 
 A library of functions is run once, when the server loads it, and then called; a script runs from its first line each
 time, and making its functions anew costs the server more than the commands that it carries out.
@@ -140,9 +139,7 @@ def load(name: str, folder: Path = LUA) -> Script:
     try:
         keys, args, replies = _parse(_header(source))
         _check_uses(source, {"KEYS": keys, "ARGV": args})
-        if not re.search(rf"^local function {re.escape(name)}\(\)$", source, re.MULTILINE):
-            msg = f"no function of the script's own name: define it by the line local function {name}()"
-            raise _MalformedError(msg)
+        _check_function(source, name)
     except _MalformedError as exc:
         msg = f"{folder / name}.lua: {exc}"
         raise ScriptError(msg) from None
@@ -270,6 +267,13 @@ def _add_reply(line: str, replies: dict[int, str]) -> None:
         msg = f"{line!r}: there is a reply of that code or name already"
         raise _MalformedError(msg)
     replies[code] = match["name"]
+
+
+def _check_function(source: str, name: str) -> None:
+    """Refuse a script that does not define what the library registers."""
+    if not re.search(rf"^local function {re.escape(name)}\(\)$", source, re.MULTILINE):
+        msg = f"no function of the script's own name: define it by the line local function {name}()"
+        raise _MalformedError(msg)
 
 
 def _check_uses(source: str, entries: dict[str, tuple[str, ...]]) -> None:
