@@ -38,6 +38,17 @@ class AdmissionDenied(GuardError):
         return f"no permit for {self.model!r} at priority {self.priority} ({self.reason}){again}"
 
 
+def denial_in(exc: BaseException | None) -> AdmissionDenied | None:
+    """The denial that an exception is, or that a client library has put into one of its own."""
+    seen: set[int] = set()
+    while exc is not None and id(exc) not in seen:
+        if isinstance(exc, AdmissionDenied):
+            return exc
+        seen.add(id(exc))
+        exc = exc.__cause__
+    return None
+
+
 class LeaseLost(GuardError):
     """A lease ended before its call did: the store forgot it, or it ran out while the process was stuck."""
 

@@ -12,7 +12,7 @@ from dramatiq.middleware import Interrupt
 
 from guard_middleware.core.commands import Finish, ParkAs, Status
 from guard_middleware.core.outcome import Classified, Outcome
-from guard_middleware.errors import AdmissionDenied, StoreUnavailable
+from guard_middleware.errors import StoreUnavailable, denial_in
 from guard_middleware.observe import events
 from guard_middleware.pauses import Pauses
 from guard_middleware.queueing import private
@@ -69,7 +69,7 @@ class Delivery:
 
     def _end(self, exc: BaseException | None) -> bool:
         verdict = self.permit.verdict(exc)
-        if isinstance(exc, AdmissionDenied):  # somebody else's capacity: no evidence about this endpoint
+        if denial_in(exc):  # somebody else's capacity: no evidence about this endpoint
             verdict = Classified(outcome=Outcome.IGNORED, reason="AdmissionDenied")
         return self._finish(verdict, self._park(exc, verdict))
 
@@ -81,7 +81,7 @@ class Delivery:
     def _park(self, exc: BaseException | None, verdict: Classified) -> ParkAs:
         if exc is None or self.holding.message is None:
             return ParkAs.NO
-        if isinstance(exc, AdmissionDenied):
+        if denial_in(exc):
             return ParkAs.DENIED
         return ParkAs.OVERLOADED if verdict.outcome is Outcome.OVERLOAD else ParkAs.NO
 

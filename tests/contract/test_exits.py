@@ -291,13 +291,16 @@ def test_a_time_limit_counts_as_one_time_out_and_the_message_waits_for_the_serve
     assert bench.threads_alive()
 
 
-def test_a_body_that_was_denied_a_further_permit_gives_its_own_back_and_waits(make_bench):
+@pytest.mark.parametrize("wrapped", [False, True], ids=["as it is", "in a client's own error"])
+def test_a_body_that_was_denied_a_further_permit_gives_its_own_back_and_waits(make_bench, wrapped):
     """AdmissionDenied is somebody else's capacity: the message parks, burns no retry, and holds nothing meanwhile."""
     bench = make_bench()
     seen = []
 
     def body():
         seen.append(CurrentMessage.get_current_message().options.get("retries", 0))
+        if len(seen) == 1 and wrapped:
+            raise ConnectionError from AdmissionDenied(*DENIED)
         if len(seen) == 1:
             raise AdmissionDenied(*DENIED)
 
