@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,12 +14,13 @@ from guard_middleware.calls import acquire, ending, release
 from guard_middleware.config import GuardSettings
 from guard_middleware.core.commands import Ask
 from guard_middleware.core.outcome import Classified, Outcome
-from guard_middleware.errors import AdmissionDenied, ConfigurationError
+from guard_middleware.errors import AdmissionDenied, ConfigurationError, StoreUnavailable
 from guard_middleware.heartbeat import Heartbeat
 from guard_middleware.holdings import new_id
+from guard_middleware.observe import events
 from guard_middleware.permit import Permit, current_permit
 from guard_middleware.priority import Priority, current_priority, message_priority
-from guard_middleware.steps import Hear, Sleep, perform
+from guard_middleware.steps import Hear, perform
 from guard_middleware.store.redis import RedisStore
 
 if TYPE_CHECKING:
@@ -120,6 +122,7 @@ class Guard:
         with self._lock:
             if self._callers is None or self._callers[0] != os.getpid():
                 heartbeat = self.new_heartbeat()
+                warn_of(self.settings, heartbeat.store)
                 heartbeat.start()
                 self._callers = (os.getpid(), heartbeat)
             return self._callers[1]
@@ -197,7 +200,7 @@ class Guard:
             if isinstance(step, Hear):
                 granted.wait(step.seconds)
                 return granted.clear()
-            return time.sleep(step.seconds) if isinstance(step, Sleep) else heartbeat.carry_out(step)
+            return heartbeat.carry_out(step)
 
         ears = [one for one in (heartbeat, call_off) if ask.wait and one is not None]
         for one in ears:
@@ -262,6 +265,19 @@ class Guard:
             "namespace": self.settings.namespace,
             "lease": holding.lease,
         }
+
+
+def warn_of(settings: GuardSettings, store: Store) -> None:
+    """Log what about the settings and the server works and is not safe. A server that is away is not waited for.
+
+    Raises:
+        ConfigurationError: the server cannot hold the guard's state at all.
+    """
+    found = list(settings.warnings())
+    with suppress(StoreUnavailable):
+        found += store.check_server()
+    for warning in found:
+        events.warning("guard.check", warning=warning)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

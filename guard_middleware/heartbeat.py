@@ -6,6 +6,7 @@ are started by `start` in the process that uses them (never at import, never bef
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -67,6 +68,7 @@ class Heartbeat:
         self._first_start_hold_ms = first_start_hold_ms
         self._epoch = ""
         self._beating = threading.RLock()
+        self._numbers = itertools.count(1)
         self._given_up: SimpleQueue[tuple[str, Finish]] = SimpleQueue()
         self._leaving = False
         self._available = True
@@ -281,6 +283,7 @@ class Heartbeat:
         return Beat(
             process=self.process,
             id=new_id(),
+            number=next(self._numbers),
             take=0 if leaving else max(idle, extra),
             idle=idle,
             queues=() if leaving else self.host.queues(),

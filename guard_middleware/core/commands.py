@@ -148,6 +148,8 @@ class Beat:
     Attributes:
         process: id of the process.
         id: id of this beat; a repeat with the same id hands over the same messages again.
+        number: one more than that of the beat before. One that arrives after a later one is out of date: it changes
+            nothing, or it would give back what is younger than its lists.
         take: how many waiters to hand over.
         idle: idle threads of the process.
         queues: the queues that it consumes now, as (namespace, queue).
@@ -161,6 +163,7 @@ class Beat:
 
     process: str
     id: str
+    number: int = 0
     take: int = 0
     idle: int = 0
     queues: tuple[tuple[str, str], ...] = ()

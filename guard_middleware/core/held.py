@@ -23,14 +23,19 @@ class Keeper(Replier):
 
     def beat(self, command: Beat, now_ms: int) -> Reply:
         """Renew, report, give back, assert, and take (DESIGN section 5 "Beat and sweep")."""
-        self.begin(now_ms, command.process, 0 if command.leaving else command.idle)
         state = self.state
+        known = state.processes.get(command.process)
+        outdated = known is not None and command.number < known.number
+        self.begin(now_ms, command.process, -1 if outdated else 0 if command.leaving else command.idle)
         known = state.processes.get(command.process)
         if not state.epoch or known is None:
             return self.answer(Status.UNCONFIGURED, command.process)
+        if outdated:
+            return self.answer(Status.DONE, command.process)
         known.alive_until_ms = now_ms + state.rules.lease_ms
         if command.id != known.beat:
             known.beat, known.before_ms, known.beaten_at_ms = command.id, known.beaten_at_ms, now_ms
+        known.number = command.number
         known.queues = command.queues
         known.worker = command.worker
         stolen = tuple(held.lease for held in command.asserts if not self._assert_again(command.process, held))

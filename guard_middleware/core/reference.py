@@ -242,6 +242,9 @@ class Reference(Operator):
         if command.process not in state.processes:
             state.processes[command.process] = Process(alive_until_ms=0)
         state.processes[command.process].alive_until_ms = now_ms + state.rules.lease_ms
+        made_ms = int(state.epoch.rpartition("@")[2] or 0)
+        if command.epoch not in {"", state.epoch} and now_ms < made_ms + state.rules.lease_ms:  # data was lost
+            state.epoch_until_ms = max(state.epoch_until_ms, made_ms + state.rules.lease_ms)
         if not state.epoch:
             state.epoch = f"{command.process}@{now_ms}"
             hold = state.rules.heartbeat_ms if command.first_start_hold_ms < 0 else command.first_start_hold_ms

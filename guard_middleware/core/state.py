@@ -110,6 +110,7 @@ class Process:
         worker: the broker's id of its worker.
         queues: the queues that it consumes.
         beat: id of its last beat.
+        number: of that beat.
         beaten_at_ms: when that beat was carried out; 0 before the first.
         before_ms: when the beat before that one was carried out. Leases given since then may be younger than the list
             in the last beat, which was made before it was sent.
@@ -120,6 +121,7 @@ class Process:
     worker: str = ""
     queues: tuple[Queue, ...] = ()
     beat: str = ""
+    number: int = 0
     beaten_at_ms: int = 0
     before_ms: int = 0
 

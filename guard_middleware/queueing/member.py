@@ -11,6 +11,7 @@ from dramatiq.errors import ActorNotFound
 from guard_middleware.core.commands import Finish, Message
 from guard_middleware.core.outcome import Outcome
 from guard_middleware.errors import StoreUnavailable
+from guard_middleware.guard import warn_of
 from guard_middleware.observe import events
 from guard_middleware.queueing import low_queue, private
 from guard_middleware.queueing.turns import Turns
@@ -56,19 +57,12 @@ class Member:
     def boot(self) -> None:
         """Publish, find out whether messages can be parked, and begin to beat."""
         private.quiet_skips()
-        for warning in [*self.guard.settings.warnings(), *self._server_warnings()]:
-            events.warning("guard.check", warning=warning)
+        warn_of(self.guard.settings, self._store)
         try:
             self.parks()
         except StoreUnavailable as exc:
             events.warning("guard.store_unavailable", error=str(exc))
         self.heartbeat.start()
-
-    def _server_warnings(self) -> list[str]:
-        try:
-            return self._store.check_server()
-        except StoreUnavailable:
-            return []
 
     def parks(self) -> bool:
         """Whether the broker's server and database also hold the guard's state, proved by a nonce.

@@ -89,6 +89,7 @@ def encode_beat(command: Beat) -> Call:
     args: list[Value] = [
         command.process,
         command.id,
+        command.number,
         command.take,
         command.idle,
         command.worker,

@@ -236,7 +236,8 @@ class Play:
     def send_beat(self, process, **more):
         self.beats[process] += 1
         worker = "" if process == "P3" else self.worker(process)
-        reply = self.ask(Beat(process=process, id=f"b{process}{self.beats[process]}", worker=worker, **more))
+        number = self.beats[process]
+        reply = self.ask(Beat(process=process, id=f"b{process}{number}", number=number, worker=worker, **more))
         self.lost[process] = reply.lost
 
     def held(self, lease):

@@ -306,7 +306,9 @@ class Stored:
         said = {process: unpack(packed) for process, packed in self.family("said:").items()}
         found = {}
         for process, known in self.reported().items():
-            one = said.get(process, {"queues": {}, "worker": "", "beat": "", "beaten_at_ms": 0, "before_ms": 0})
+            one = said.get(
+                process, {"queues": {}, "worker": "", "beat": "", "number": 0, "beaten_at_ms": 0, "before_ms": 0}
+            )
             queues = {tuple(full.split(US)) for full in one["queues"]}
             found[process] = {**one, "queues": queues, "idle": known["idle"], "alive_until_ms": alive[process]}
         assert set(alive) == set(found) >= set(said)

@@ -98,6 +98,7 @@ class World:
         self.hold = first_start_hold_ms
         self.workers = {}
         self._ids = itertools.count(1)
+        self._numbers = itertools.count(1)
         for name in workers:
             self.start(name)
 
@@ -219,6 +220,7 @@ class World:
         values = {
             "process": name,
             "id": beat_id or f"b{next(self._ids)}",
+            "number": next(self._numbers),
             "take": take,
             "idle": worker.idle if idle is None else idle,
             "queues": worker.consumes,

@@ -73,14 +73,14 @@ def test_beat_goes_out_as_lists_with_their_lengths():
     """Nothing in it is bounded, so nothing has a number of its own."""
     held = Held(lease="h", endpoint="e", home="f", rank=1, cost=2, generation=3, message=MESSAGE)
     beat = Beat(
-        process="p", id="b", take=1, idle=2, worker="w", leaving=True, queues=(("ns", "q"),), leases=("l1", "l2"),
+        process="p", id="b", number=7, take=1, idle=2, worker="w", leaving=True, queues=(("ns", "q"),), leases=("l1", "l2"),
         outstanding=("c",), give_back=(), asserts=(held,),
     )  # fmt: skip
     found = named(codec.encode_beat(beat))
     assert found.pop("...") == [
         1, "ns", "q", 2, "l1", "l2", 1, "c", 0, 1, "h", "e", "f", 1, 2, 3, "dramatiq", "q", "m", "w",
     ]  # fmt: skip
-    assert found == {"process": "p", "id": "b", "take": 1, "idle": 2, "worker": "w", "leaving": 1}
+    assert found == {"process": "p", "id": "b", "number": 7, "take": 1, "idle": 2, "worker": "w", "leaving": 1}
 
 
 def test_configure_keeps_fractions_exact():

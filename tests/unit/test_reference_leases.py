@@ -608,10 +608,45 @@ def test_second_process_makes_no_second_epoch():
     world = World(workers=("p",))
     epoch = world.rule.state.epoch
     world.hold = 60_000
-    world.start("r", epoch="whatever it remembers")
+    world.start("r", epoch=epoch)
 
     assert world.call("r").reply.epoch == epoch
     assert world.call("r").status is Status.ADMITTED
+
+
+def test_lost_data_hold_for_one_lease_time_whoever_publishes_first():
+    """A fresh process was first; then one comes that remembers another epoch, whose calls may still run."""
+    world = World(workers=("p",))
+    world.jump(1_000)
+    assert world.call().status is Status.ADMITTED
+    world.start("r", epoch="another@1")
+    assert world.call().reason is Reason.RECOVERING
+    world.pass_time(LEASE_MS - 1_000)
+
+    assert world.call().status is Status.ADMITTED
+
+
+def test_who_comes_back_after_a_long_time_holds_nobody_up():
+    """What it remembers was lost more than a lease time ago: its calls have ended, or do not count any more."""
+    world = World(workers=("p",))
+    world.pass_time(LEASE_MS)
+    world.start("r", epoch="another@1")
+
+    assert world.call().status is Status.ADMITTED
+
+
+def test_beat_that_comes_after_a_later_one_changes_nothing():
+    """The network held it back: its lists are older than the lease that it does not name."""
+    world = World()
+    late = world.beating("p", idle=5, queues=())
+    call = world.call()
+    world.pass_time(6_000)
+    before = replace(world.rule.state.processes["p"])
+    reply = world.rule.beat(late, world.now)
+
+    assert (reply.status, reply.lost, reply.takes) == (Status.DONE, (), ())
+    assert call.lease in world.rule.state.leases
+    assert world.rule.state.processes["p"] == before
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@
   ARGV[1] now_ms           "" for the server's time; only tests pass a number
   ARGV[2] process          id of the process
   ARGV[3] id               of this beat
-  ARGV[4] take             how many messages to hand over
-  ARGV[5] idle             idle threads of the process
-  ARGV[6] worker           the broker's id of its worker
-  ARGV[7] leaving          1 if nothing more is to be handed over
-  ARGV[8...] lists         each with its length before it: queues (namespace, queue), leases, outstanding commands,
+  ARGV[4] number           of this beat; one that comes after a later one is out of date, and changes nothing
+  ARGV[5] take             how many messages to hand over
+  ARGV[6] idle             idle threads of the process
+  ARGV[7] worker           the broker's id of its worker
+  ARGV[8] leaving          1 if nothing more is to be handed over
+  ARGV[9...] lists         each with its length before it: queues (namespace, queue), leases, outstanding commands,
                            leases to give back, leases to assert (lease, endpoint, home, rank, cost, generation,
                            namespace, queue, message, worker)
   Reply: flat, see include/reply
@@ -56,13 +57,15 @@ local function beat()
   local UNCONFIGURED, DONE = 8, 9
   local DRAIN_BATCH = 500
 
-  local process, beat_id, worker = ARGV[2], ARGV[3], ARGV[6]
-  position = 7
+  local process, beat_id, beat_number, worker = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[7]
+  position = 8
   prefetch({ "clock", "lines", "process:" .. process, "said:" .. process, "leased" })
-  local leaving = ARGV[7] == "1"
-  begin(process, leaving and 0 or tonumber(ARGV[5]))
+  local leaving, said = ARGV[8] == "1", record("said:" .. process)
+  local outdated = said and beat_number < said.number
+  begin(process, outdated and -1 or leaving and 0 or tonumber(ARGV[6]))
 
   if epoch == "" or not process_of(process) then return answer(UNCONFIGURED, process, "", 0) end
+  if outdated then return answer(DONE, process, "", 0) end
 
   -- What the process can run.
   local queues = {}
@@ -70,14 +73,14 @@ local function beat()
     local namespace, queue = text(), text()
     queues[namespace .. "\31" .. queue] = 1
   end
-  local known = record("said:" .. process) or { queues = {}, beat = "", beaten_at_ms = 0, before_ms = 0 }
+  local known = record("said:" .. process) or { queues = {}, beat = "", number = 0, beaten_at_ms = 0, before_ms = 0 }
   for full in pairs(known.queues) do
     if not queues[full] then call("SREM", consumers_key(full), process) end
   end
   for full in pairs(queues) do
     if not known.queues[full] then call("SADD", consumers_key(full), process) end
   end
-  known.queues, known.worker = queues, worker
+  known.queues, known.worker, known.number = queues, worker, beat_number
   if known.beat ~= beat_id then
     known.beat, known.before_ms, known.beaten_at_ms = beat_id, known.beaten_at_ms, now
   end
@@ -116,15 +119,15 @@ local function beat()
   local again = {}
   for _, id in ipairs(leases_of(process)) do
     local lease = lease_of(id)
-    local said = named[id] or explained[id] or explained[lease.via]
-    if not said and lease.started_at_ms < known.before_ms then
+    local is_known = named[id] or explained[id] or explained[lease.via]
+    if not is_known and lease.started_at_ms < known.before_ms then
       give_back(id)
     elseif lease.via == beat_id then
       again[#again + 1] = id
     end
   end
 
-  local want = leaving and 0 or max(0, tonumber(ARGV[4]))
+  local want = leaving and 0 or max(0, tonumber(ARGV[5]))
   local repeated = takes_again(again)
   if #repeated > 0 then
     set_idle(process, max(0, process_of(process).idle - #repeated / TAKE))

@@ -6,7 +6,8 @@
   ARGV[1] now_ms           "" for the server's time; only tests pass a number
   ARGV[2] process          id of the process
   ARGV[3] first_start_hold_ms  how long a store without an epoch holds admissions, -1 for one heartbeat
-  ARGV[4] epoch            that this process remembers, "" for none: after a loss the hold is one lease time
+  ARGV[4] epoch            that this process remembers, "" for none: if it is another one, data was lost, and admissions
+                           are held until the present one is a lease time old
   ARGV[5] revision         of the configuration
   ARGV[6...] values        the eight rules; the number of endpoints, and eleven values for each; the number of budgets,
                            and group and budget for each
@@ -63,6 +64,10 @@ local function configure()
   end
   call("ZADD", root .. "alive", now + rules.lease_ms, process)
   clock.due_ms = min(clock.due_ms, now + rules.lease_ms)
+  local made_ms = tonumber(epoch:match("@(%d+)$") or 0)
+  if ARGV[4] ~= "" and ARGV[4] ~= epoch and now < made_ms + rules.lease_ms then -- data was lost
+    clock.epoch_until_ms = max(clock.epoch_until_ms, made_ms + rules.lease_ms)
+  end
   if epoch == "" then
     epoch = process .. "@" .. string.format("%.0f", now)
     if hold_ms < 0 then hold_ms = rules.heartbeat_ms end
