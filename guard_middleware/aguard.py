@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakKeyDictionary
 
 from guard_middleware.calls import acquire, ending, release
 from guard_middleware.core.commands import Ask
 from guard_middleware.errors import AdmissionDenied, ConfigurationError
 from guard_middleware.guard import UNUSED, Guard, default_guard
 from guard_middleware.permit import AsyncPermit
-from guard_middleware.steps import Hear, Publish, Sleep, perform_async
+from guard_middleware.steps import Hear, Publish, perform_async
 from guard_middleware.store.aredis import AsyncRedisStore
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Generator
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
     from types import TracebackType
 
     from guard_middleware.calls import CallOff
@@ -46,7 +45,7 @@ class AsyncGuard:
             ConfigurationError: if the environment is wrong.
         """
         self.guard = guard or Guard(settings)
-        self._stores: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncRedisStore | _InThreads] = WeakKeyDictionary()
+        self._stores: dict[asyncio.AbstractEventLoop, tuple[AsyncRedisStore, AsyncGenerator[None]]] = {}
 
     @classmethod
     def from_settings(cls, settings: GuardSettings | None = None) -> Self:
@@ -86,8 +85,8 @@ class AsyncGuard:
         Raises:
             StoreUnavailable: the store gave no answer.
         """
-        await self._heartbeat()
-        return await self._store().snapshot()
+        store = await self._store(await self._heartbeat())
+        return await store.snapshot()
 
     async def close(self) -> None:
         """Give back what this process's callers hold, and end its threads and this loop's connections."""
@@ -96,9 +95,9 @@ class AsyncGuard:
 
     async def leave_loop(self) -> None:
         """Give up this event loop's connections; the rest stays."""
-        store = self._stores.pop(asyncio.get_running_loop(), None)
-        if store is not None:
-            await store.close()
+        known = self._stores.get(asyncio.get_running_loop())
+        if known is not None:
+            await known[1].aclose()
 
     async def __aenter__(self) -> Self:
         """Nothing happens before the first call."""
@@ -125,7 +124,7 @@ class AsyncGuard:
                 **wanted.lent(), release=_at_once(wanted.lender.take_back), give_up=wanted.lender.take_back
             )
         heartbeat = await self._heartbeat()
-        store = self._store()
+        store = await self._store(heartbeat)
         ask = wanted.ask(heartbeat.process)
         loop, granted = asyncio.get_running_loop(), asyncio.Event()
 
@@ -138,8 +137,6 @@ class AsyncGuard:
                     except TimeoutError:
                         return None
                     granted.clear()
-                case Sleep(seconds=seconds):
-                    await asyncio.sleep(seconds)
                 case Publish():
                     await asyncio.to_thread(heartbeat.carry_out, step)
                 case Ask():
@@ -170,18 +167,33 @@ class AsyncGuard:
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
-    def _store(self) -> AsyncRedisStore | _InThreads:
-        """This event loop's store."""
+    async def _store(self, heartbeat: Heartbeat) -> AsyncRedisStore | _InThreads:
+        """This event loop's store. It hangs up when the loop shuts down."""
+        if self.guard.makes_stores:
+            return _InThreads(heartbeat.store)
         loop = asyncio.get_running_loop()
-        store = self._stores.get(loop)
-        if store is None and self.guard.makes_stores:
-            store = self._stores[loop] = _InThreads(self.guard.heartbeat().store)
-        if store is None:
-            settings = self.settings
-            url = settings.redis_url.get_secret_value()
-            store = AsyncRedisStore.from_url(url, settings.namespace, timeout_s=settings.store_timeout_s)
-            self._stores[loop] = store
+        known = self._stores.get(loop)
+        if known is not None:
+            return known[0]
+        for ended in [one for one in list(self._stores) if one.is_closed()]:
+            self._stores.pop(ended, None)
+        settings = self.settings
+        url = settings.redis_url.get_secret_value()
+        store = AsyncRedisStore.from_url(url, settings.namespace, timeout_s=settings.store_timeout_s)
+        open_until = self._open_until_the_loop_ends(loop, store)
+        self._stores[loop] = store, open_until
+        await anext(open_until)
         return store
+
+    async def _open_until_the_loop_ends(
+        self, loop: asyncio.AbstractEventLoop, store: AsyncRedisStore
+    ) -> AsyncGenerator[None]:
+        """A loop that shuts down closes the generators that were begun on it, and so these connections."""
+        try:
+            yield
+        finally:
+            self._stores.pop(loop, None)
+            await store.close()
 
     async def _heartbeat(self) -> Heartbeat:
         """The life line of this process's callers; its start waits for the store, so it is made beside the loop."""

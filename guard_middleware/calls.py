@@ -11,7 +11,7 @@ from guard_middleware.core.verdict import Reason
 from guard_middleware.errors import AdmissionDenied, ConfigurationError, StoreUnavailable
 from guard_middleware.observe import events
 from guard_middleware.pauses import Pauses
-from guard_middleware.steps import Hear, Sleep
+from guard_middleware.steps import Hear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -67,24 +67,24 @@ def acquire(
         ConfigurationError: there can never be one.
         StoreUnavailable: the store gave no answer in time.
     """
-    pauses = Pauses()
+    pauses, reply = Pauses(), Reply(status=Status.REFUSED)
     try:
-        while True:
+        while not (heartbeat.leaving or (call_off is not None and call_off.over)):
             try:
                 reply, holding = yield from heartbeat.asking(ask)
             except StoreUnavailable:
                 pause_s = next(pauses)
                 if time.monotonic() + pause_s >= deadline_s:
                     raise
-                yield Sleep(pause_s)
+                yield Hear(pause_s)
                 continue
             if holding is not None:
                 return holding, reply
             left_s = deadline_s - time.monotonic()
-            over = heartbeat.leaving or (call_off is not None and call_off.over)
-            if reply.status is not Status.WAITING or left_s <= 0 or over:
-                _deny(ask, reply, priority)
+            if reply.status is not Status.WAITING or left_s <= 0:
+                break
             yield Hear(min(left_s, heartbeat.heartbeat_s))
+        _deny(ask, reply, priority)
     except BaseException as exc:
         # A refusal keeps nothing; all else may be in the line, or have a lease by now.
         if ask.wait or not isinstance(exc, AdmissionDenied | ConfigurationError):

@@ -16,15 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sleep:
-    """Let so many seconds pass."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Hear:
-    """Wait until the caller's lease was granted, at most so many seconds."""
+    """Wait until the caller's lease was granted or nobody wants it any more, at most so many seconds."""
 
     seconds: float
 
@@ -34,7 +27,7 @@ class Publish:
     """Tell the store of this process and its endpoints."""
 
 
-Step = Ask | Finish | Sleep | Hear | Publish
+Step = Ask | Finish | Hear | Publish
 """What a face carries out; an `Ask` and a `Finish` go to the store and give its `Reply`."""
 
 S = TypeVar("S")

@@ -5,7 +5,8 @@ Everything else (beats, notifications, what is sent later) goes through the proc
 
 from __future__ import annotations
 
-from contextlib import suppress
+import asyncio
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import redis.asyncio
@@ -18,7 +19,6 @@ from guard_middleware.store import codec, keys, scripts
 from guard_middleware.store.redis import (
     DROPPING,
     HEALTH_CHECK_S,
-    MOST_CONNECTIONS,
     WRONG_URL,
     drops,
     is_loaded,
@@ -28,6 +28,7 @@ from guard_middleware.store.redis import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from typing import Self
 
     from guard_middleware.core.commands import Ask, Finish, Reply, Snapshot
@@ -36,18 +37,22 @@ if TYPE_CHECKING:
 class AsyncRedisStore:
     """Admit, finish and snapshot in one database of a Redis or Valkey server, for the tasks of one event loop."""
 
-    def __init__(self, client: redis.asyncio.Redis, namespace: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis, namespace: str, timeout_s: float = 2.0) -> None:
         """Prepare; nothing is connected before the first verb.
 
         Args:
-            client: whose connections are used. Its socket timeouts bound every verb; `from_url` sets them.
+            client: whose kind of connections is used. It has no socket timeouts of its own: on Python 3.11 those lose a
+                cancellation that arrives while a command is sent.
             namespace: guards with different namespaces share nothing.
+            timeout_s: bound on connecting, and on waiting for each reply.
         """
         self._client = client
         self._pool: Any = client.connection_pool
         self._namespace = namespace
+        self._timeout_s = timeout_s
         self._root = keys.root(namespace)
         self._idle: list[Any] = []
+        self._keeps = True
 
     @classmethod
     def from_url(cls, url: str, namespace: str, timeout_s: float = 2.0) -> Self:
@@ -55,17 +60,16 @@ class AsyncRedisStore:
         try:
             client = redis.asyncio.Redis.from_url(
                 url,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
+                socket_timeout=None,
+                socket_connect_timeout=None,
                 socket_keepalive=True,
                 health_check_interval=HEALTH_CHECK_S,
                 retry=Retry(NoBackoff(), 0),
                 decode_responses=False,
-                max_connections=MOST_CONNECTIONS,
             )
         except ValueError:
             raise ConfigurationError(WRONG_URL) from None  # the library's own message may show the password
-        return cls(client, namespace)
+        return cls(client, namespace, timeout_s)
 
     def __repr__(self) -> str:
         return f"<AsyncRedisStore {self._namespace!r}>"
@@ -83,7 +87,8 @@ class AsyncRedisStore:
         return codec.decode_snapshot(await self._run(codec.encode_snapshot()))
 
     async def close(self) -> None:
-        """Give up the connections."""
+        """Give up the connections. What is released later connects for that one command."""
+        self._keeps = False
         await self._drop_idle()
         with suppress(RedisError, OSError):
             await self._client.aclose()
@@ -107,49 +112,69 @@ class AsyncRedisStore:
             raise unavailable(exc) from exc
 
     async def _connect(self) -> Any:
+        """A connection that no pool knows: one that was cut off in its middle cannot come back from there."""
+        connection = self._pool.make_connection()
         try:
-            return await self._pool.get_connection()
-        except TypeError:  # older client libraries want to be told what for
-            return await self._pool.get_connection("FCALL")
+            async with _at_most(self._timeout_s):
+                await connection.connect()
+        except BaseException:
+            await _hang_up(connection)
+            raise
+        return connection
 
     async def _exchange(self, connection: Any, words: tuple[Any, ...]) -> Any:
         """Send and read on one connection, which stays ours if what came back was a whole reply."""
         whole = False
         try:
-            try:
-                reply = await _ask(connection, words)
-            except ResponseError as exc:
-                if not is_unloaded(exc):
-                    raise
-                try:
-                    await _ask(connection, ("FUNCTION", "LOAD", scripts.library().source))
-                except ResponseError as late:
-                    if not is_loaded(late):
-                        raise
-                reply = await _ask(connection, words)
+            async with _at_most(self._timeout_s):
+                reply = await _ask_loaded(connection, words)
             whole = True
         except ResponseError as exc:
             whole = not isinstance(exc, DROPPING)
             raise
         finally:  # also if the task is cancelled in the middle of a reply: nobody else may read the rest of it
-            if whole:
+            if whole and self._keeps:
                 self._idle.append(connection)
             else:
-                await self._discard(connection)
+                await _hang_up(connection)
         return reply
 
     async def _drop_idle(self) -> None:
         while self._idle:
-            await self._discard(self._idle.pop())
+            await _hang_up(self._idle.pop())
 
-    async def _discard(self, connection: Any) -> None:
-        """Hang up, and tell the pool that the connection is free to be connected again."""
-        with suppress(RedisError, OSError):
-            await connection.disconnect(nowait=True)
-        with suppress(RedisError, OSError):
-            await self._pool.release(connection)
+
+async def _ask_loaded(connection: Any, words: tuple[Any, ...]) -> Any:
+    """Ask, and load the library first if the server does not have it."""
+    try:
+        return await _ask(connection, words)
+    except ResponseError as exc:
+        if not is_unloaded(exc):
+            raise
+    try:
+        await _ask(connection, ("FUNCTION", "LOAD", scripts.library().source))
+    except ResponseError as late:
+        if not is_loaded(late):
+            raise
+    return await _ask(connection, words)
 
 
 async def _ask(connection: Any, words: tuple[Any, ...]) -> Any:
     await connection.send_packed_command(pack_command(connection, words))
     return await connection.read_response(disable_decoding=True)
+
+
+async def _hang_up(connection: Any) -> None:
+    with suppress(RedisError, OSError, RuntimeError):  # the last: a coroutine is thrown away, and its loop is gone
+        await connection.disconnect(nowait=True)
+
+
+@asynccontextmanager
+async def _at_most(seconds: float) -> AsyncIterator[None]:
+    """Bound a block. The error is the client library's own: after it no other connection is tried."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as exc:
+        msg = "no answer in time"
+        raise redis.TimeoutError(msg) from exc
