@@ -23,6 +23,8 @@ SWEEP_LEASES = 256
 SWEEP_PROCESSES = 16
 HOLD_PREFIX = "hold:"
 DRAIN_BATCH = 500
+STAMPS = 10
+"""The time of the last command is noted so often in a heartbeat: each note costs the store a write."""
 
 
 class Machine:
@@ -49,7 +51,8 @@ class Machine:
                 known.alive_until_ms += gap
             for lease_id, tombstone in state.tombstones.items():
                 state.tombstones[lease_id] = replace(tombstone, until_ms=tombstone.until_ms + gap)
-        state.last_run_ms = now_ms
+        if gap * STAMPS >= state.rules.heartbeat_ms:
+            state.last_run_ms = now_ms
         self.sweep()
         if state.leases.pop(HOLD_PREFIX + process, None) is not None:
             self.freed = True
@@ -329,14 +332,14 @@ class Machine:
         return message.id in self.broker.ack_set(message) and not again
 
     def record_of(self, command: Ask, line: Line, waiter: str) -> Parked:
-        """What is known of this asker: its first place if it has one, else a new one at the end."""
+        """What is known of this asker: its first place if it has one, else the next one, counted when it takes it."""
         known = self.state.parked.get((line, waiter))
         if known is not None:
             return known
         return Parked(
             rank=command.rank,
             cost=command.cost,
-            place=self.next_place(),
+            place=self.state.places + 1,
             deadline_ms=command.deadline_ms,
             process="" if command.message is not None else command.process,
         )

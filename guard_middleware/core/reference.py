@@ -48,16 +48,9 @@ class Reference(Operator):
         state = self.state
         if not state.epoch or command.endpoint not in state.specs or command.process not in state.processes:
             return self.answer(Status.UNCONFIGURED, command.process)
-        lease = state.leases.get(command.lease)
-        if lease is not None and not (command.confirm and self._outdated(lease)):
-            return self.admitted(command.lease, lease, command.process)
-        if lease is not None:
-            del state.leases[command.lease]
-        tombstone = self.tombstone(command.lease)
-        if tombstone is not None:
-            return self.answer_again(
-                tombstone, command.process, self._idle_parked(command) if command.idle >= 0 else -1
-            )
+        repeated = self._repeated(command)
+        if repeated is not None:
+            return repeated
         message = command.message
         line: Line = (command.endpoint, "", "")
         waiter = command.lease
@@ -68,12 +61,15 @@ class Reference(Operator):
             if not present or message.id not in self.broker.ack_set(message):
                 return self.answer(Status.GONE, command.process)
         parked = self.record_of(command, line, waiter)
+        is_new = (line, waiter) not in state.parked
         asking = message is not None and command.take > 0
         match self.decide(command.endpoint, parked, command.process, asking=asking, parent=command.parent):
             case Admit(endpoint=endpoint):
                 if message is None:
                     self.leave(line, waiter)
                     state.parked.pop((line, waiter), None)
+                elif is_new:
+                    state.places = parked.place
                 fresh = self.new_lease(endpoint, command.endpoint, command.process, parked, message)
                 if self.lendable(state.specs[endpoint], command.parent):
                     fresh = replace(fresh, parent=command.parent)
@@ -91,9 +87,23 @@ class Reference(Operator):
             case other:
                 assert_never(other)
 
+    def _repeated(self, command: Ask) -> Reply | None:
+        """Step 1: the answer to an ask that was answered before; `None` for a new one."""
+        lease = self.state.leases.get(command.lease)
+        if lease is not None and not (command.confirm and self._outdated(lease)):
+            return self.admitted(command.lease, lease, command.process)
+        if lease is not None:
+            del self.state.leases[command.lease]
+        tombstone = self.tombstone(command.lease)
+        if tombstone is None:
+            return None
+        return self.answer_again(tombstone, command.process, self._idle_parked(command) if command.idle >= 0 else -1)
+
     def _not_now(
         self, command: Ask, line: Line, waiter: str, parked: Parked, reason: str, retry_after_ms: int
     ) -> Reply:
+        if (command.message is not None or command.wait) and (line, waiter) not in self.state.parked:
+            self.state.places = parked.place
         if command.message is not None:
             self.broker.ack_set(command.message).discard(waiter)
             self.enter(line, waiter, parked)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary
 
 from dramatiq.middleware import Interrupt, Middleware, MiddlewareError
 
@@ -21,8 +19,8 @@ if TYPE_CHECKING:
     from dramatiq.broker import MessageProxy
     from dramatiq.message import Message
 
-_members: WeakKeyDictionary[Broker, tuple[int, Member]] = WeakKeyDictionary()
-_members_lock = threading.Lock()
+_members: dict[Broker, Member] = {}
+os.register_at_fork(after_in_child=_members.clear)  # a member belongs to its process
 _BEFORE = frozenset(
     {"AgeLimit", "TimeLimit", "ShutdownNotifications", "Retries", "Prometheus", "Callbacks", "Pipelines"}
 )
@@ -35,8 +33,7 @@ class RefusedAtBoot(ConfigurationError, MiddlewareError):
 
 def member_of(broker: Broker) -> Member | None:
     """This process's member for a broker, `None` before a worker has booted."""
-    found = _members.get(broker)
-    return found[1] if found is not None and found[0] == os.getpid() else None
+    return _members.get(broker)
 
 
 def _refuse(broker: Broker, worker: Worker, why: str) -> NoReturn:
@@ -102,8 +99,7 @@ class GuardMiddleware(Middleware):
         # Joined before any thread of the worker runs: connections and threads are made in its own process.
         try:
             member = Member(self.guard, broker, worker)
-            with _members_lock:
-                _members[broker] = (os.getpid(), member)
+            _members[broker] = member
             member.boot()
         except Exception as exc:  # noqa: BLE001  # Dramatiq would swallow it and run the worker without a life line
             events.error("guard.not_started", error=type(exc).__name__)
@@ -118,7 +114,7 @@ class GuardMiddleware(Middleware):
 
     def before_process_message(self, broker: Broker, message: MessageProxy) -> None:
         """Ask for the permit, or take the message out of the thread's hands."""
-        member = member_of(broker)
+        member = _members.get(broker)
         if member is not None:
             member.turns.before(message)
 
@@ -140,7 +136,7 @@ class GuardMiddleware(Middleware):
 
     def after_ack(self, broker: Broker, message: MessageProxy) -> None:
         """The thread is done with its message."""
-        member = member_of(broker)
+        member = _members.get(broker)
         if member is not None:
             member.turns.acked()
 
@@ -156,13 +152,12 @@ class GuardMiddleware(Middleware):
 
     def after_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
         """Say goodbye."""
-        with _members_lock:
-            found = _members.pop(broker, None)
-        if found is not None and found[0] == os.getpid():
-            found[1].stop()
+        member = _members.pop(broker, None)
+        if member is not None:
+            member.stop()
 
 
 def _after(broker: Broker, message: MessageProxy, exception: BaseException | None) -> None:
-    member = member_of(broker)
+    member = _members.get(broker)
     if member is not None:
         member.turns.after(message, exception)

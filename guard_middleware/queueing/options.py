@@ -73,8 +73,11 @@ def read(broker: Broker, message: Message[Any] | MessageProxy, guard: Guard) -> 
 
 def ambient_of(message: MessageProxy) -> Priority | None:
     """The priority that an unguarded message carries for its children's sake, if it is one."""
+    carried = message.options.get(PRIORITY)
+    if carried is None:
+        return None
     try:
-        return Priority.parse(message.options.get(PRIORITY))
+        return Priority.parse(carried)
     except ConfigurationError:
         return None
 

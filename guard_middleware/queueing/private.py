@@ -197,7 +197,7 @@ def hand_over(proxy: MessageProxy, holding: object) -> None:
 
 def handed_over(proxy: MessageProxy) -> Any:  # the queue of work is untyped as to this
     """The permit that came with a message, `None` if there is none."""
-    return getattr(proxy, "guard_holding", None)
+    return vars(proxy).get("guard_holding")  # not by getattr: a proxy asks its message for what it does not have
 
 
 def push(worker: Worker, proxy: MessageProxy) -> None:

@@ -87,8 +87,10 @@ class Turns:
         Raises:
             GuardSkip: it was parked, postponed, or is not this worker's any more; or it is to be dead-lettered.
         """
-        self._let_go_of(threading.get_ident())
-        self.in_message.add(threading.get_ident())
+        ident = threading.get_ident()
+        if ident in self._turns:
+            self._let_go_of(ident)
+        self.in_message.add(ident)
         set_current_delivery(None)
         set_current(None)
         set_message_priority(None)
@@ -285,7 +287,8 @@ class Turns:
                 self._give_up(proxy, taken)
             elif self._heartbeat.waiting and not self._heartbeat.leaving:
                 self._heartbeat.poke(extra=1)
-        self._let_go_of(ident)
+        if ident in self._turns:
+            self._let_go_of(ident)
 
     def acked(self) -> None:
         """This thread is done with its message."""

@@ -70,15 +70,22 @@ local function admit_at_once()
         .. "\31" .. (message or "") .. "\31" .. (worker or "") .. "\31", "NX") then
       local expires_at_ms = now + lease_ms
       call("ZADD", UNITS .. endpoint, expires_at_ms, lease_id)
-      local written = { "clock", pack_numbers(">ddd", now, min(due, expires_at_ms), places + 1) .. packed:sub(25) }
+      local written = {}
+      if message or expires_at_ms < due or (now - last_run) * STAMPS >= heartbeat_ms then
+        local at_ms = (now - last_run) * STAMPS >= heartbeat_ms and now or last_run
+        written[1] = "clock"
+        written[2] = pack_numbers(">ddd", at_ms, min(due, expires_at_ms), message and places + 1 or places)
+          .. packed:sub(25)
+      end
       if ARGV[8] ~= "-1" then
-        written[3], written[4] = "process:" .. process, pack_numbers(PROCESS, ARGV[8], 0)
+        written[#written + 1] = "process:" .. process
+        written[#written + 1] = pack_numbers(PROCESS, ARGV[8], 0)
       end
       if rank >= BACKGROUND then
         written[#written + 1] = "endpoint:" .. endpoint
         written[#written + 1] = pack_numbers(">dd", mean, now) .. one:sub(17)
       end
-      call("HSET", STATE, unpack(written))
+      if #written > 0 then call("HSET", STATE, unpack(written)) end
       return { 0, packed:sub(rest), -1, -1, expires_at_ms, generation, endpoint }
     end
   end
@@ -144,15 +151,16 @@ local function admit()
   local known = (message or fact("lines")) and lines.parked(line, waiter)
   local parked = known
   if not parked then
-    clock.places = clock.places + 1
-    parked = {
-      rank = rank, cost = cost, place = clock.places, deadline_ms = deadline_ms,
+    parked = {                          -- its place is counted if it takes it
+      rank = rank, cost = cost, place = clock.places + 1, deadline_ms = deadline_ms,
       overloads = 0, denials = 0, overloaded = false, process = message and "" or process,
     }
   end
 
   -- Step 3: lease.
   local chosen, reason, retry_after_ms = decide(endpoint, parked, message and want > 0 and process or "", parent)
+  local stays = message or (not chosen and flags:find("w", 1, true))
+  if stays and not known and reason ~= "too_costly" then clock.places = parked.place end
   if chosen then
     if known and not message then
       lines.leave(line, waiter, parked)

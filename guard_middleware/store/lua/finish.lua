@@ -64,16 +64,20 @@ local function finish_at_once()
         if message then
           call("HDEL", root .. "parked:" .. ARGV[6] .. "\31" .. namespace .. "\31" .. queue, message)
         end
-        local written = { "clock", pack_numbers(">d", now) .. packed:sub(9) }
+        local written = {}
+        if (now - last_run) * STAMPS >= heartbeat_ms then
+          written[1], written[2] = "clock", pack_numbers(">d", now) .. packed:sub(9)
+        end
         local smoothed = outcome == "success" and smooth(mean, now - started) or mean
         if smoothed ~= mean then
-          written[3], written[4] = "endpoint:" .. ARGV[6], pack_numbers(">d", smoothed) .. one:sub(9)
+          written[#written + 1] = "endpoint:" .. ARGV[6]
+          written[#written + 1] = pack_numbers(">d", smoothed) .. one:sub(9)
         end
         if ARGV[9] ~= "-1" and tonumber(ARGV[9]) ~= idle then
           written[#written + 1] = "process:" .. process
           written[#written + 1] = pack_numbers(PROCESS, ARGV[9], 0)
         end
-        call("HSET", STATE, unpack(written))
+        if #written > 0 then call("HSET", STATE, unpack(written)) end
         return { 5, packed:sub(rest), -1, 0 }
       end
     end

@@ -7,6 +7,7 @@
 
 local call, floor, min, max, huge, pack_numbers, numbers, pack, decode -- a server gives them only once it has loaded
 local BACKGROUND = 3                    -- the last rank: it may not touch the reserve
+local STAMPS = 10                       -- the time of the last command is noted so often in a heartbeat: it is a write
 
 --[[
   last_run_ms, due_ms, places, takes, epoch_until_ms, away_ms, held_at_ms; the eight rules, in the order of `configure`;

@@ -91,7 +91,7 @@ end
 local function begin(process, idle)
   local gap = now - clock.last_run_ms
   if gap > 2 * rules.heartbeat_ms then move_on(gap) end
-  clock.last_run_ms = now
+  if gap * STAMPS >= rules.heartbeat_ms then clock.last_run_ms = now end
   if now >= clock.due_ms then sweep() end
   local known = process_of(process)
   if known and known.held then
