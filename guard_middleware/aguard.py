@@ -6,10 +6,10 @@ import asyncio
 import functools
 from typing import TYPE_CHECKING, Any, Self
 
-from guard_middleware.calls import acquire, ending, release
+from guard_middleware.calls import acquire, ending, give_back_unused, release
 from guard_middleware.core.commands import Ask
-from guard_middleware.errors import AdmissionDenied, ConfigurationError
-from guard_middleware.guard import UNUSED, Guard, default_guard
+from guard_middleware.errors import AdmissionDenied
+from guard_middleware.guard import Guard, default_guard
 from guard_middleware.permit import AsyncPermit
 from guard_middleware.steps import Hear, Publish, perform_async
 from guard_middleware.store.aredis import AsyncRedisStore
@@ -151,19 +151,17 @@ class AsyncGuard:
         try:
             acquiring = acquire(heartbeat, ask, wanted.priority, wanted.deadline_s, call_off)
             holding, reply = await perform_async(acquiring, do)
+            return AsyncPermit(
+                **self.guard.given(wanted, holding, reply),
+                release=lambda ended: perform_async(release(heartbeat, holding, ended), do),
+                give_up=lambda ended: heartbeat.give_up(holding.endpoint, ending(heartbeat, holding, ended)),
+            )
+        except BaseException:
+            give_back_unused(heartbeat, ask.lease)
+            raise
         finally:
             for one in ears:
                 one.deafen(ask.lease)
-        try:
-            fields = self.guard.given(wanted, holding, reply)
-        except ConfigurationError:
-            await perform_async(release(heartbeat, holding, UNUSED), do)
-            raise
-        return AsyncPermit(
-            **fields,
-            release=lambda ended: perform_async(release(heartbeat, holding, ended), do),
-            give_up=lambda ended: heartbeat.give_up(holding.endpoint, ending(heartbeat, holding, ended)),
-        )
 
     # -- how ---------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from guard_middleware.core.commands import Action, Ask, Finish, Operate, Reply, Status
-from guard_middleware.core.outcome import Outcome
+from guard_middleware.core.outcome import Classified, Outcome
 from guard_middleware.core.verdict import Reason
 from guard_middleware.errors import AdmissionDenied, ConfigurationError, StoreUnavailable
 from guard_middleware.observe import events
@@ -16,11 +16,13 @@ from guard_middleware.steps import Hear
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from guard_middleware.core.outcome import Classified
     from guard_middleware.heartbeat import Heartbeat
     from guard_middleware.holdings import Holding
     from guard_middleware.priority import Priority
     from guard_middleware.steps import Step
+
+
+UNUSED = Classified(outcome=Outcome.IGNORED, reason="not used")
 
 
 class CallOff:
@@ -104,6 +106,13 @@ def release(heartbeat: Heartbeat, holding: Holding, ended: Classified) -> Genera
         heartbeat.finish_later(finish)
         if not isinstance(exc, StoreUnavailable):
             raise
+
+
+def give_back_unused(heartbeat: Heartbeat, lease: str) -> None:
+    """Give a lease back under which no call was made, if there is one: the caller was cut off, or cannot use it."""
+    holding = heartbeat.holdings.find(lease)
+    if holding is not None:
+        heartbeat.finish_later(ending(heartbeat, holding, UNUSED))
 
 
 def ending(heartbeat: Heartbeat, holding: Holding, ended: Classified) -> Finish:

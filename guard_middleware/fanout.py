@@ -11,13 +11,13 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from inspect import isawaitable, iscoroutinefunction
+from inspect import isawaitable, iscoroutine, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from guard_middleware.aguard import AsyncGuard, default_async_guard
-from guard_middleware.calls import CallOff
+from guard_middleware.calls import UNUSED, CallOff
 from guard_middleware.errors import AdmissionDenied, ConfigurationError
-from guard_middleware.guard import UNUSED, default_guard
+from guard_middleware.guard import default_guard
 from guard_middleware.permit import current_permit
 from guard_middleware.steps import perform, perform_async
 
@@ -78,8 +78,7 @@ async def map_concurrent(
     if not plan.items:
         return []
     workers = plan.workers(face.settings, await face.snapshot() if plan.asks_width else None)
-    asynchronous = iscoroutinefunction(fn) or iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
-    threads = None if asynchronous else ThreadPoolExecutor(workers, thread_name_prefix="guard-map")
+    threads = None if _is_asynchronous(fn) else ThreadPoolExecutor(workers, thread_name_prefix="guard-map")
 
     async def do(step: _Get | _Call) -> Any:
         if isinstance(step, _Get):
@@ -88,9 +87,8 @@ async def map_concurrent(
             if step.unused:
                 step.permit.add(UNUSED)
                 return None
-            if threads is not None:
-                return await _in_thread(threads, fn, plan.items[step.index])
-            result = fn(plan.items[step.index])
+            item = plan.items[step.index]
+            result = fn(item) if threads is None else await _in_thread(threads, fn, item)
             return await result if isawaitable(result) else result
 
     try:
@@ -119,9 +117,13 @@ def map_concurrent_sync(
     A coroutine function runs on an event loop that is made for it; on a running one, await `map_concurrent`.
     """
     face = guard or default_guard()
-    if iscoroutinefunction(fn):
+    if _is_asynchronous(fn):
         options = {"model": model, "width": width, "priority": priority, "cost": cost, "timeout": timeout}
-        return asyncio.run(_on_a_loop(fn, items, face, options))
+        coming = _on_a_loop(fn, items, face, options)
+        try:
+            return asyncio.run(coming)
+        finally:
+            coming.close()  # it never began where a loop runs already
     plan: _Plan[T, R] = _Plan(items, model, width)
     if not plan.items:
         return []
@@ -133,7 +135,12 @@ def map_concurrent_sync(
         with cast("Permit", step.permit):
             if step.unused:
                 return step.permit.add(UNUSED)
-            return fn(plan.items[step.index])
+            result = fn(plan.items[step.index])
+            if iscoroutine(result):
+                result.close()
+                msg = "fn returned a coroutine: give the coroutine function itself, or await map_concurrent"
+                raise TypeError(msg)
+            return result
 
     def work() -> None:
         perform(_work(plan), do)
@@ -162,11 +169,21 @@ async def _in_thread(threads: ThreadPoolExecutor, fn: Callable[[T], Any], item: 
     """Call a function in a thread; a cancellation waits for its end, because it loads the server until then."""
     context = contextvars.copy_context()
     running = asyncio.get_running_loop().run_in_executor(threads, context.run, fn, item)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is not None:
+        running.exception()  # seen, and of no interest any more
+        raise cancelled
+    return running.result()
+
+
+def _is_asynchronous(fn: object) -> bool:
+    """Whether it is a coroutine function, or an object that is called as one."""
+    return iscoroutinefunction(fn) or iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
 
 # ---------------------------------------------------------------------- what both faces do
@@ -188,11 +205,13 @@ class _Call:
 
 def _work(plan: _Plan[Any, Any]) -> Generator[_Get | _Call, Any, None]:
     """What one worker does, until nothing is left for it."""
-    while (index := plan.next()) is not None:
+    while (turn := plan.next()) is not None:
+        index, alone = turn
         try:
             permit = yield _Get()
         except AdmissionDenied as exc:
-            plan.denied(index, exc)
+            if plan.goes_on_without(index, exc, alone=alone):
+                continue
             return
         except BaseException as exc:
             plan.failed(exc)
@@ -205,7 +224,6 @@ def _work(plan: _Plan[Any, Any]) -> Generator[_Get | _Call, Any, None]:
             raise
         if not unused:
             plan.results[index] = result
-    plan.leaves()
 
 
 class _Plan(Generic[T, R]):
@@ -243,24 +261,38 @@ class _Plan(Generic[T, R]):
         self._workers = max(1, min(self._width or ceiling, ceiling, len(self.items)))
         return self._workers
 
-    def next(self) -> int | None:
-        """Take the next item; `None` if nothing more is to begin."""
-        with self._lock:
-            return self._left.popleft() if self._left and self._error is None else None
+    def next(self) -> tuple[int, bool] | None:
+        """Take the next item for a worker.
 
-    def denied(self, index: int, exc: AdmissionDenied) -> None:
-        """A worker got no permit and ends. Where none may wait, the others do its item, unless it was the last."""
+        Returns:
+            Its index, and whether no other worker is left; `None` if nothing more is to begin, and the worker leaves.
+        """
         with self._lock:
+            if self._left and self._error is None:
+                return self._left.popleft(), self._workers == 1
             self._workers -= 1
-            if self._nested and self._workers > 0:
+            return None
+
+    def goes_on_without(self, index: int, exc: AdmissionDenied, *, alone: bool) -> bool:
+        """A worker got no permit. Where none may wait it leaves, and its item to the others.
+
+        Args:
+            index: of its item.
+            exc: why not.
+            alone: nobody else was left when it asked.
+
+        Returns:
+            Whether it tries again: the others have left meanwhile, and what they called under is free.
+        """
+        with self._lock:
+            if self._nested and not alone:
                 self._left.appendleft(index)
-                return
+                if self._workers == 1:
+                    return True
+                self._workers -= 1
+                return False
         self.failed(exc)
-
-    def leaves(self) -> None:
-        """A worker finds nothing more to do."""
-        with self._lock:
-            self._workers -= 1
+        return False
 
     def failed(self, exc: BaseException) -> None:
         """Let nothing more begin; the first reason is the one that is raised."""

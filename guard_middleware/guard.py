@@ -10,10 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from guard_middleware.calls import acquire, ending, release
+from guard_middleware.calls import acquire, ending, give_back_unused, release
 from guard_middleware.config import GuardSettings
 from guard_middleware.core.commands import Ask
-from guard_middleware.core.outcome import Classified, Outcome
 from guard_middleware.errors import AdmissionDenied, ConfigurationError, StoreUnavailable
 from guard_middleware.heartbeat import Heartbeat
 from guard_middleware.holdings import new_id
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from guard_middleware.permit import AsyncPermit
     from guard_middleware.steps import Step
     from guard_middleware.store.base import Store
-
-UNUSED = Classified(outcome=Outcome.IGNORED, reason="not used")
 
 
 class Guard:
@@ -207,19 +204,17 @@ class Guard:
             one.hear(ask.lease, granted.set)
         try:
             holding, reply = perform(acquire(heartbeat, ask, wanted.priority, wanted.deadline_s, call_off), do)
+            return Permit(
+                **self.given(wanted, holding, reply),
+                release=lambda ended: perform(release(heartbeat, holding, ended), do),
+                give_up=lambda ended: heartbeat.give_up(holding.endpoint, ending(heartbeat, holding, ended)),
+            )
+        except BaseException:
+            give_back_unused(heartbeat, ask.lease)
+            raise
         finally:
             for one in ears:
                 one.deafen(ask.lease)
-        try:
-            fields = self.given(wanted, holding, reply)
-        except ConfigurationError:
-            perform(release(heartbeat, holding, UNUSED), do)
-            raise
-        return Permit(
-            **fields,
-            release=lambda ended: perform(release(heartbeat, holding, ended), do),
-            give_up=lambda ended: heartbeat.give_up(holding.endpoint, ending(heartbeat, holding, ended)),
-        )
 
     # -- what the faces share ----------------------------------------------------------------------------------------
 

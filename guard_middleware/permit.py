@@ -36,6 +36,9 @@ def current_permit() -> Permit | AsyncPermit | None:
 class _Permit:
     """What the permits of both faces have in common."""
 
+    _give_up: Callable[[Classified], None] | None = None  # one that was cut off before it was whole is nobody's
+    _released = False
+
     def __init__(
         self,
         *,

@@ -125,10 +125,13 @@ class GuardMiddleware(Middleware):
 
         An interrupt ends here: the body has ended, and out of this hook it would let all hooks run a second time.
         """
+        member = _members.get(broker)
+        if member is None:
+            return
         try:
-            _after(broker, message, exception)
+            member.turns.after(message, exception)
         except Interrupt:
-            _after(broker, message, exception)
+            member.turns.after(message, exception)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         """End what the wrapper never began."""
@@ -155,9 +158,3 @@ class GuardMiddleware(Middleware):
         member = _members.pop(broker, None)
         if member is not None:
             member.stop()
-
-
-def _after(broker: Broker, message: MessageProxy, exception: BaseException | None) -> None:
-    member = _members.get(broker)
-    if member is not None:
-        member.turns.after(message, exception)

@@ -71,7 +71,13 @@ def read(broker: Broker, message: Message[Any] | MessageProxy, guard: Guard) -> 
         raise InvalidOptions(msg) from None
 
 
-def ambient_of(message: MessageProxy) -> Priority | None:
+def is_unguarded(broker: Broker, message: Message[Any]) -> bool:
+    """Whether neither a message nor its actor names an endpoint."""
+    actor = broker.actors.get(message.actor_name)
+    return actor is not None and actor.options.get(MODEL) is None and message.options.get(MODEL) is None
+
+
+def ambient_of(message: Message[Any]) -> Priority | None:
     """The priority that an unguarded message carries for its children's sake, if it is one."""
     carried = message.options.get(PRIORITY)
     if carried is None:

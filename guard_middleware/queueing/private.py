@@ -190,6 +190,11 @@ def idle_threads(worker: Worker, in_message: Collection[int | None], *, ending: 
     return max(0, able - max(0, worker.work_queue.unfinished_tasks - ending))
 
 
+def message_of(proxy: MessageProxy) -> Message[Any]:
+    """The message itself: a proxy looks up each attribute there by way of an error."""
+    return proxy._message  # noqa: SLF001  # one of the private parts that this module is for
+
+
 def hand_over(proxy: MessageProxy, holding: object) -> None:
     """Send a message's permit along with it. A message that is given back and comes again, comes with another one."""
     proxy.guard_holding = holding  # type: ignore[attr-defined]

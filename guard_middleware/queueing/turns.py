@@ -17,7 +17,7 @@ from guard_middleware.holdings import new_id
 from guard_middleware.observe import events
 from guard_middleware.pauses import Pauses
 from guard_middleware.permit import Permit, set_current
-from guard_middleware.priority import set_message_priority
+from guard_middleware.priority import message_priority, set_message_priority
 from guard_middleware.queueing import low_queue, options, private
 from guard_middleware.queueing.delivery import Delivery, current_delivery, set_current_delivery
 
@@ -91,8 +91,14 @@ class Turns:
         if ident in self._turns:
             self._let_go_of(ident)
         self.in_message.add(ident)
-        set_current_delivery(None)
-        set_current(None)
+        if current_delivery() is not None:
+            set_current_delivery(None)
+            set_current(None)
+        if options.is_unguarded(self._broker, private.message_of(proxy)):  # most of what a worker may have to do
+            ambient = options.ambient_of(private.message_of(proxy))
+            if ambient is not message_priority():
+                set_message_priority(ambient)
+            return
         set_message_priority(None)
         try:
             self._admit(proxy)
@@ -108,7 +114,6 @@ class Turns:
         except options.InvalidOptions as exc:
             self._dead_letter(proxy, str(exc))
         if asked is None:
-            set_message_priority(options.ambient_of(proxy))
             return
         set_message_priority(asked.priority)
         holding: Holding | None = private.handed_over(proxy)
@@ -272,6 +277,10 @@ class Turns:
         """The message is processed or skipped: what the wrapper never began ends here. It can be repeated."""
         ident = threading.get_ident()
         turn = self._turns.get(ident)
+        if turn is None and current_delivery() is None and private.handed_over(proxy) is None:  # not guarded
+            if self._heartbeat.waiting and not self._heartbeat.leaving:
+                self._heartbeat.poke(extra=1)
+            return
         if exception is not None and turn is not None and not private.is_elsewhere(proxy):
             self._resolve(proxy, turn)
         delivery = current_delivery()
@@ -282,11 +291,7 @@ class Turns:
             set_current_delivery(None)
             set_current(None)
         elif turn is None:
-            taken: Holding | None = private.handed_over(proxy)
-            if taken is not None:
-                self._give_up(proxy, taken)
-            elif self._heartbeat.waiting and not self._heartbeat.leaving:
-                self._heartbeat.poke(extra=1)
+            self._give_up(proxy, private.handed_over(proxy))
         if ident in self._turns:
             self._let_go_of(ident)
 
