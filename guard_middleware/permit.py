@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,9 +36,6 @@ def current_permit() -> Permit | AsyncPermit | None:
 
 class _Permit:
     """What the permits of both faces have in common."""
-
-    _give_up: Callable[[Classified], None] | None = None  # one that was cut off before it was whole is nobody's
-    _released = False
 
     def __init__(
         self,
@@ -78,6 +76,9 @@ class _Permit:
         self._released = False
         self._lent = False
         self._outer: Permit | AsyncPermit | None = None
+        if give_up is not None:
+            self._collected = weakref.finalize(self, give_up, _ABANDONED)
+            self._collected.atexit = False
 
     def __repr__(self) -> str:
         """Ids and numbers only."""
@@ -154,13 +155,10 @@ class _Permit:
 
     def abandon(self) -> None:
         """Give the permit back without waiting: a beat does it. Takes no lock, so that a finalizer may call it."""
-        if not self._released and self._give_up is not None:
-            self._released = True
-            self._give_up(self._recorded or _ABANDONED)
-
-    def __del__(self) -> None:
-        """Nobody can give it back any more."""
-        self.abandon()
+        if self._give_up is not None:
+            ended = self._ended(None, self._recorded or _ABANDONED)
+            if ended is not None:
+                self._give_up(ended)
 
     def _enter(self: Any) -> None:
         self._outer = _current.get()
@@ -170,12 +168,14 @@ class _Permit:
         _current.set(self._outer)
         self._outer = None
 
-    def _ended(self, exc: BaseException | None) -> Classified | None:
+    def _ended(self, exc: BaseException | None, ended: Classified | None = None) -> Classified | None:
         """The outcome to tell, once."""
         if self._released:
             return None
         self._released = True
-        return self.verdict(exc)
+        if self._give_up is not None:
+            self._collected.detach()
+        return ended or self.verdict(exc)
 
 
 class Permit(_Permit):
