@@ -182,8 +182,8 @@ class Listening:
                 wakeups = self._wakeups()
                 try:
                     self._poke()  # what was missed while nobody listened
-                    for lease in list(self._ears):
-                        self._tell(lease)
+                    for waiting in list(self._ears):
+                        self._tell(waiting)
                     while not self._stop.is_set():
                         lease = wakeups.get(_LISTEN_S)
                         pauses.reset()

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
     from guard_middleware.core.commands import Ask, Finish, Reply, Snapshot
 
+MOST_AT_ONCE = 32
+"""Commands on their way at the same time, each on a connection of its own; the tasks behind them go in order."""
+
 
 class AsyncRedisStore:
     """Admit, finish and snapshot in one database of a Redis or Valkey server, for the tasks of one event loop."""
@@ -44,7 +47,7 @@ class AsyncRedisStore:
             client: whose kind of connections is used. It has no socket timeouts of its own: on Python 3.11 those lose a
                 cancellation that arrives while a command is sent.
             namespace: guards with different namespaces share nothing.
-            timeout_s: bound on connecting, and on waiting for each reply.
+            timeout_s: bound on each verb, with the wait for a connection.
         """
         self._client = client
         self._pool: Any = client.connection_pool
@@ -53,6 +56,7 @@ class AsyncRedisStore:
         self._root = keys.root(namespace)
         self._idle: list[Any] = []
         self._keeps = True
+        self._turns = asyncio.Semaphore(MOST_AT_ONCE)
 
     @classmethod
     def from_url(cls, url: str, namespace: str, timeout_s: float = 2.0) -> Self:
@@ -98,14 +102,15 @@ class AsyncRedisStore:
         function = scripts.library().functions[call.script]
         words = ("FCALL", function, len(call.keys) + 1, self._root, *call.keys, "", *call.args)
         try:
-            while True:
-                connection, reused = (self._idle.pop(), True) if self._idle else (await self._connect(), False)
-                try:
-                    return await self._exchange(connection, words)
-                except (redis.ConnectionError, OSError) as exc:
-                    if not reused or isinstance(exc, DROPPING):
-                        raise
-                    await self._drop_idle()
+            async with _at_most(self._timeout_s), self._turns:
+                while True:
+                    connection, reused = (self._idle.pop(), True) if self._idle else (await self._connect(), False)
+                    try:
+                        return await self._exchange(connection, words)
+                    except (redis.ConnectionError, OSError) as exc:
+                        if not reused or isinstance(exc, DROPPING):
+                            raise
+                        await self._drop_idle()
         except (RedisError, OSError) as exc:
             if drops(exc):
                 await self._drop_idle()
@@ -115,8 +120,7 @@ class AsyncRedisStore:
         """A connection that no pool knows: one that was cut off in its middle cannot come back from there."""
         connection = self._pool.make_connection()
         try:
-            async with _at_most(self._timeout_s):
-                await connection.connect()
+            await connection.connect()
         except BaseException:
             await _hang_up(connection)
             raise
@@ -126,8 +130,7 @@ class AsyncRedisStore:
         """Send and read on one connection, which stays ours if what came back was a whole reply."""
         whole = False
         try:
-            async with _at_most(self._timeout_s):
-                reply = await _ask_loaded(connection, words)
+            reply = await _ask_loaded(connection, words)
             whole = True
         except ResponseError as exc:
             whole = not isinstance(exc, DROPPING)
@@ -171,7 +174,7 @@ async def _hang_up(connection: Any) -> None:
 
 @asynccontextmanager
 async def _at_most(seconds: float) -> AsyncIterator[None]:
-    """Bound a block. The error is the client library's own: after it no other connection is tried."""
+    """Bound a block, with an error of the client library's kind."""
     try:
         async with asyncio.timeout(seconds):
             yield
