@@ -165,6 +165,9 @@ class Heartbeat:
         sent_at_s = time.monotonic()
         reply = yield ask
         if reply.status is Status.UNCONFIGURED:
+            if self._leaving:  # it would be taken for alive again, after its goodbye
+                msg = "the process has said goodbye, and asks for nothing more"
+                raise StoreUnavailable(msg)
             yield Publish()
             sent_at_s = time.monotonic()
             reply = yield ask
