@@ -96,10 +96,6 @@ def test_missing_state_means_closed(deploy):
         assert "Traceback" not in group.log
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the list of lines is kept in the state key only: without it nobody looks at the messages parked in them",
-)
 def test_a_deleted_state_key_strands_no_message(deploy):
     """The whole state key is deleted while everything is parked: closed, with defaults, and every message runs."""
     deployment = deploy(**CHAT, env={**cooldowns(60, 60), "GUARD_HEARTBEAT_S": "0.5", "GUARD_LEASE_S": "2"})

@@ -78,7 +78,10 @@ local function beat()
     if not queues[full] then call("SREM", consumers_key(full), process) end
   end
   for full in pairs(queues) do
-    if not known.queues[full] then call("SADD", consumers_key(full), process) end
+    if not known.queues[full] then
+      call("SADD", consumers_key(full), process)
+      lines.find(full)
+    end
   end
   known.queues, known.worker, known.number = queues, worker, beat_number
   if known.beat ~= beat_id then

@@ -167,3 +167,29 @@ function lines.leave(line, waiter, parked)
   end
   return true
 end
+
+--[[
+  Know the lines of a queue again that stand although the state was lost, with all that is kept to save a look at them.
+  Asked for by a process that has not said before what it consumes.
+]]
+function lines.find(full)
+  for _, endpoint in ipairs(record("endpoints") or {}) do
+    local line = endpoint .. "\31" .. full
+    for rank = 0, BACKGROUND do
+      local last = call("ZREVRANGEBYSCORE", root .. "line:" .. line, "(" .. ("%.0f"):format((rank + 1) * RANK),
+        rank * RANK, "WITHSCORES", "LIMIT", 0, 1)[2]
+      if last then
+        register(line)
+        clock.places = max(clock.places, tonumber(last) % RANK)
+      end
+    end
+  end
+  held_changed()
+  clock.due_ms = min(clock.due_ms, clock.held_at_ms)
+  local deadline = call("ZRANGE", root .. "deadlines:" .. full, 0, 0, "WITHSCORES")[2]
+  if deadline then
+    local firsts = record("deadlines") or {}
+    firsts[full] = min(tonumber(deadline), firsts[full] or huge)
+    set_record("deadlines", firsts)
+  end
+end
