@@ -85,8 +85,7 @@ class AsyncGuard:
         Raises:
             StoreUnavailable: the store gave no answer.
         """
-        store = await self._store(await self._heartbeat())
-        return await store.snapshot()
+        return await (await self._store()).snapshot()
 
     async def close(self) -> None:
         """Give back what this process's callers hold, and end its threads and this loop's connections."""
@@ -124,7 +123,7 @@ class AsyncGuard:
                 **wanted.lent(), release=_at_once(wanted.lender.take_back), give_up=wanted.lender.take_back
             )
         heartbeat = await self._heartbeat()
-        store = await self._store(heartbeat)
+        store = await self._store()
         ask = wanted.ask(heartbeat.process)
         loop, granted = asyncio.get_running_loop(), asyncio.Event()
 
@@ -154,8 +153,10 @@ class AsyncGuard:
             return AsyncPermit(
                 **self.guard.given(wanted, holding, reply),
                 release=lambda ended: perform_async(release(heartbeat, holding, ended), do),
-                give_up=lambda ended: heartbeat.give_up(holding.endpoint, ending(heartbeat, holding, ended)),
+                give_up=lambda ended: heartbeat.give_up(ending(heartbeat, holding, ended)),
             )
+        except GeneratorExit:  # thrown away while it asked: what it asked for is withdrawn already
+            raise
         except BaseException:
             give_back_unused(heartbeat, ask.lease)
             raise
@@ -165,10 +166,10 @@ class AsyncGuard:
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
-    async def _store(self, heartbeat: Heartbeat) -> AsyncRedisStore | _InThreads:
+    async def _store(self) -> AsyncRedisStore | _InThreads:
         """This event loop's store. It hangs up when the loop shuts down."""
         if self.guard.makes_stores:
-            return _InThreads(heartbeat.store)
+            return _InThreads(self.guard.reader())
         loop = asyncio.get_running_loop()
         known = self._stores.get(loop)
         if known is not None:
@@ -220,9 +221,6 @@ class _InThreads:
 
     async def snapshot(self) -> Snapshot:
         return await asyncio.to_thread(self._store.snapshot)
-
-    async def close(self) -> None:
-        """The other face closes it."""
 
 
 class Waiting:

@@ -6,23 +6,22 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from guard_middleware.core.commands import Action, Ask, Finish, Operate, Reply, Status
-from guard_middleware.core.outcome import Classified, Outcome
+from guard_middleware.core.outcome import Outcome
 from guard_middleware.core.verdict import Reason
 from guard_middleware.errors import AdmissionDenied, ConfigurationError, StoreUnavailable
 from guard_middleware.observe import events
 from guard_middleware.pauses import Pauses
+from guard_middleware.permit import UNUSED
 from guard_middleware.steps import Hear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from guard_middleware.core.outcome import Classified
     from guard_middleware.heartbeat import Heartbeat
     from guard_middleware.holdings import Holding
     from guard_middleware.priority import Priority
     from guard_middleware.steps import Step
-
-
-UNUSED = Classified(outcome=Outcome.IGNORED, reason="not used")
 
 
 class CallOff:
@@ -87,6 +86,9 @@ def acquire(
                 break
             yield Hear(min(left_s, heartbeat.heartbeat_s))
         _deny(ask, reply, priority)
+    except GeneratorExit:  # thrown away: this may be the garbage collector, so no lock is taken
+        heartbeat.give_up(Operate(action=Action.WITHDRAW, target=ask.lease))
+        raise
     except BaseException as exc:
         # A refusal keeps nothing; all else may be in the line, or have a lease by now.
         if ask.wait or not isinstance(exc, AdmissionDenied | ConfigurationError):
@@ -97,15 +99,18 @@ def acquire(
 
 def release(heartbeat: Heartbeat, holding: Holding, ended: Classified) -> Generator[Step, Any, None]:
     """Give a lease back, and tell how its call ended. If that cannot be done now, a beat does it."""
-    if ended.outcome is Outcome.OVERLOAD:
-        events.warning("guard.overload", endpoint=holding.endpoint, error=ended.reason)
     finish = ending(heartbeat, holding, ended)
     try:
         yield from heartbeat.finishing(finish)
+    except GeneratorExit:  # as in `acquire`
+        heartbeat.give_up(finish)
+        raise
     except BaseException as exc:
         heartbeat.finish_later(finish)
         if not isinstance(exc, StoreUnavailable):
             raise
+    if ended.outcome is Outcome.OVERLOAD:
+        events.warning("guard.overload", endpoint=holding.endpoint, error=ended.reason)
 
 
 def give_back_unused(heartbeat: Heartbeat, lease: str) -> None:

@@ -15,10 +15,10 @@ from inspect import isawaitable, iscoroutine, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from guard_middleware.aguard import AsyncGuard, default_async_guard
-from guard_middleware.calls import UNUSED, CallOff
-from guard_middleware.errors import AdmissionDenied, ConfigurationError
+from guard_middleware.calls import CallOff
+from guard_middleware.errors import AdmissionDenied, ConfigurationError, StoreUnavailable
 from guard_middleware.guard import default_guard
-from guard_middleware.permit import current_permit
+from guard_middleware.permit import UNUSED, current_permit
 from guard_middleware.steps import perform, perform_async
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ async def map_concurrent(
     plan: _Plan[T, R] = _Plan(items, model, width)
     if not plan.items:
         return []
-    workers = plan.workers(face.settings, await face.snapshot() if plan.asks_width else None)
+    workers = plan.workers(face.settings, await _seen(face) if plan.asks_width else None)
     threads = None if _is_asynchronous(fn) else ThreadPoolExecutor(workers, thread_name_prefix="guard-map")
 
     async def do(step: _Get | _Call) -> Any:
@@ -127,7 +127,7 @@ def map_concurrent_sync(
     plan: _Plan[T, R] = _Plan(items, model, width)
     if not plan.items:
         return []
-    workers = plan.workers(face.settings, face.snapshot() if plan.asks_width else None)
+    workers = plan.workers(face.settings, _seen_sync(face) if plan.asks_width else None)
 
     def do(step: _Get | _Call) -> Any:
         if isinstance(step, _Get):
@@ -155,6 +155,21 @@ def map_concurrent_sync(
             if not isinstance(exc, Exception):  # this thread is to end; the others end what they have begun
                 raise
     return plan.end()
+
+
+async def _seen(face: AsyncGuard) -> Snapshot | None:
+    """What the store says of the endpoints; `None` if it is away for a moment, which is no reason to give up."""
+    try:
+        return await face.snapshot()
+    except StoreUnavailable:
+        return None
+
+
+def _seen_sync(face: Guard) -> Snapshot | None:
+    try:
+        return face.snapshot()
+    except StoreUnavailable:
+        return None
 
 
 async def _on_a_loop(fn: Any, items: Any, guard: Guard, options: dict[str, Any]) -> list[Any]:

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
 
 from guard_middleware.calls import acquire, ending, give_back_unused, release
 from guard_middleware.config import GuardSettings
@@ -36,6 +37,17 @@ if TYPE_CHECKING:
     from guard_middleware.store.base import Store
 
 
+_guards: WeakSet[Guard] = WeakSet()
+
+
+def _after_fork() -> None:
+    for guard in list(_guards):
+        guard.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)  # a lock that another thread held would never be free
+
+
 class Guard:
     """One deployment's endpoints, and the permits for them.
 
@@ -57,6 +69,8 @@ class Guard:
         self._extra: set[str] = set()
         self._lock = threading.Lock()
         self._callers: tuple[int, Heartbeat] | None = None
+        self._reader: Store | None = None
+        _guards.add(self)
 
     @classmethod
     def from_settings(cls, settings: GuardSettings | None = None) -> Self:
@@ -108,6 +122,15 @@ class Guard:
         """Whether its stores are made by the caller's own function."""
         return self._make_store != self._redis
 
+    def reader(self) -> Store:
+        """The store to read from: this process need not take part to look on."""
+        if self.started is not None:
+            return self.started.store
+        with self._lock:
+            if self._reader is None:
+                self._reader = self.make_store()
+            return self._reader
+
     @property
     def started(self) -> Heartbeat | None:
         """The life line of this process's callers, if it is there already."""
@@ -128,8 +151,16 @@ class Guard:
         """Give back what this process's callers hold, and end its threads."""
         with self._lock:
             callers, self._callers = self._callers, None
+            reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
         if callers is not None and callers[0] == os.getpid():
             callers[1].stop()
+
+    def forked(self) -> None:
+        """This is a child of the process that used it: what that one has begun stays with it."""
+        self._lock = threading.Lock()
+        self._callers = None
 
     # -- permits -----------------------------------------------------------------------------------------------------
 
@@ -175,7 +206,7 @@ class Guard:
         Raises:
             StoreUnavailable: the store gave no answer.
         """
-        return self.heartbeat().store.snapshot()
+        return self.reader().snapshot()
 
     def get(
         self,
@@ -207,8 +238,10 @@ class Guard:
             return Permit(
                 **self.given(wanted, holding, reply),
                 release=lambda ended: perform(release(heartbeat, holding, ended), do),
-                give_up=lambda ended: heartbeat.give_up(holding.endpoint, ending(heartbeat, holding, ended)),
+                give_up=lambda ended: heartbeat.give_up(ending(heartbeat, holding, ended)),
             )
+        except GeneratorExit:  # thrown away while it asked: what it asked for is withdrawn already
+            raise
         except BaseException:
             give_back_unused(heartbeat, ask.lease)
             raise

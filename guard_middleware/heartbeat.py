@@ -69,8 +69,9 @@ class Heartbeat:
         self._epoch = ""
         self._beating = threading.RLock()
         self._numbers = itertools.count(1)
-        self._given_up: SimpleQueue[tuple[str, Finish]] = SimpleQueue()
+        self._given_up: SimpleQueue[Finish | Operate] = SimpleQueue()
         self._leaving = False
+        self._stopped = False
         self._available = True
         self._beats = Beats(self._beat_and_resend, every_s=self.heartbeat_s, unavailable=self._unavailable)
         self._listening = Listening(
@@ -110,13 +111,16 @@ class Heartbeat:
         self._listening.stop()
         self._beats.join()
         self._listening.join()
+        if self._beating.acquire(timeout=_GOODBYE_S):  # a beat that is still under way could publish after the goodbye
+            self._stopped = True
+            self._beating.release()
         self._say_goodbye()
         self.store.close()
 
     def _say_goodbye(self) -> None:
         """Send what was not answered, then the goodbye; again for a moment, since nobody does it later."""
         until_s = time.monotonic() + _GOODBYE_S
-        self._release_given_up()
+        self._take_over()
         while True:
             try:
                 self._resend()
@@ -233,9 +237,9 @@ class Heartbeat:
         """Beat now, and ask for `extra` messages beyond the idle threads."""
         self._beats.poke(extra)
 
-    def give_up(self, endpoint: str, finish: Finish) -> None:
-        """Release a permit that nobody holds any more. Safe where an object is collected: it takes no lock."""
-        self._given_up.put((endpoint, finish))
+    def give_up(self, command: Finish | Operate) -> None:
+        """Leave to a beat what nobody does any more. Safe where an object is collected: it takes no lock."""
+        self._given_up.put(command)
 
     def hear(self, lease: str, granted: Callable[[], object]) -> None:
         """Let a waiting caller hear that its lease was granted, or that the process stops; from another thread."""
@@ -256,6 +260,8 @@ class Heartbeat:
             StoreUnavailable: there was no usable answer; the next beat names everything again.
         """
         with self._beating:
+            if self._stopped:
+                return
             given_back = self.holdings.give_back(older_than_s=0 if self._leaving else self.heartbeat_s)
             lost = self._send(self._compose(extra, give_back=given_back))
             if lost:
@@ -265,18 +271,23 @@ class Heartbeat:
         self.host.beaten()
 
     def _beat_and_resend(self, extra: int) -> None:
-        self._release_given_up()
+        self._take_over()
         self.beat(extra)
         self._resend()
 
-    def _release_given_up(self) -> None:
+    def _take_over(self) -> None:
+        """Do for those who gave up what they cannot do."""
         while True:
             try:
-                endpoint, finish = self._given_up.get_nowait()
+                command = self._given_up.get_nowait()
             except Empty:
                 return
-            events.warning("guard.permit_abandoned", endpoint=endpoint)
-            self.finish_later(finish)
+            if isinstance(command, Operate):  # an ask that was thrown away
+                self.holdings.settled(command.target)
+                self.operate_later(command)
+            else:
+                events.warning("guard.permit_abandoned", endpoint=command.home)
+                self.finish_later(command)
 
     def _compose(self, extra: int, *, give_back: tuple[str, ...] = (), asserts: tuple[Held, ...] = ()) -> Beat:
         """A beat that names everything as of now: what is not named goes back."""

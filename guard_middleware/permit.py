@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -19,8 +20,18 @@ if TYPE_CHECKING:
 
 _WORSE = (Outcome.IGNORED, Outcome.SUCCESS, Outcome.BENIGN, Outcome.NEUTRAL, Outcome.OVERLOAD)
 """From the least to the most that an outcome tells."""
+UNUSED = Classified(outcome=Outcome.IGNORED, reason="not used")
+"""What a permit under which no call was made ends with."""
 _ABANDONED = Classified(outcome=Outcome.IGNORED, reason="abandoned")
 _lending = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _lending  # noqa: PLW0603  # another thread of the parent may hold it
+    _lending = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 _current: ContextVar[Permit | AsyncPermit | None] = ContextVar("guard_current_permit", default=None)
 
@@ -31,7 +42,9 @@ def current_permit() -> Permit | AsyncPermit | None:
     It is visible in the actor's coroutines too, and in tasks and threads that were given a copy of the context.
     """
     permit = _current.get()
-    return None if permit is None or permit.released else permit
+    while permit is not None and permit.released:  # the one around it may still be held
+        permit = permit.outer
+    return permit
 
 
 class _Permit:
@@ -75,7 +88,7 @@ class _Permit:
         self._recorded: Classified | None = None
         self._released = False
         self._lent = False
-        self._outer: Permit | AsyncPermit | None = None
+        self.outer: Permit | AsyncPermit | None = None
         if give_up is not None:
             self._collected = weakref.finalize(self, give_up, _ABANDONED)
             self._collected.atexit = False
@@ -144,9 +157,9 @@ class _Permit:
             return True
 
     def take_back(self, ended: Classified | None = None) -> None:
-        """The nested call is over."""
+        """The nested call is over. One that was never made says nothing of how this one ends."""
         self._lent = False
-        if ended is not None:
+        if ended is not None and ended not in (UNUSED, _ABANDONED):
             self.add(ended)
 
     def end(self) -> None:
@@ -155,27 +168,21 @@ class _Permit:
 
     def abandon(self) -> None:
         """Give the permit back without waiting: a beat does it. Takes no lock, so that a finalizer may call it."""
-        if self._give_up is not None:
-            ended = self._ended(None, self._recorded or _ABANDONED)
-            if ended is not None:
-                self._give_up(ended)
+        if self._give_up is not None and self._collected.detach() is not None:
+            self._released = True
+            self._give_up(self._recorded or _ABANDONED)
 
     def _enter(self: Any) -> None:
-        self._outer = _current.get()
+        self.outer = _current.get()
         _current.set(self)
 
     def _leave(self) -> None:
-        _current.set(self._outer)
-        self._outer = None
+        _current.set(self.outer)
 
-    def _ended(self, exc: BaseException | None, ended: Classified | None = None) -> Classified | None:
-        """The outcome to tell, once."""
-        if self._released:
-            return None
-        self._released = True
+    def _settled(self) -> None:
+        """Somebody has taken care of the lease: until then, and wherever it is cut off, the garbage collector would."""
         if self._give_up is not None:
             self._collected.detach()
-        return ended or self.verdict(exc)
 
 
 class Permit(_Permit):
@@ -201,9 +208,10 @@ class Permit(_Permit):
         Args:
             exc: the exception with which the call ended.
         """
-        ended = self._ended(exc)
-        if ended is not None:
-            self._release(ended)
+        if not self._released:
+            self._released = True
+            self._release(self.verdict(exc))
+            self._settled()
 
     def __enter__(self) -> Self:
         """Make this the current permit of the block."""
@@ -227,9 +235,10 @@ class AsyncPermit(_Permit):
         Args:
             exc: the exception with which the call ended.
         """
-        ended = self._ended(exc)
-        if ended is not None:
-            await self._release(ended)
+        if not self._released:
+            self._released = True
+            await self._release(self.verdict(exc))
+            self._settled()
 
     async def __aenter__(self) -> Self:
         """Make this the current permit of the block."""

@@ -149,7 +149,7 @@ class RedisStore:
             Warnings, each a sentence that says what to change.
 
         Raises:
-            ConfigurationError: if it is a Redis Cluster.
+            ConfigurationError: if it is a Redis Cluster, or too old for functions.
             StoreUnavailable: if there is no answer.
         """
         info = self._info()
@@ -165,7 +165,8 @@ class RedisStore:
         version = info.get("valkey_version") or info.get("redis_version", "")
         major = version.partition(".")[0]
         if major.isdigit() and int(major) < OLDEST_SERVER:
-            warnings.append(f"the store runs version {version}, which is not tested: use Redis 7, Valkey 8, or newer")
+            msg = f"the store runs version {version}, which has no functions: use Redis 7, Valkey, or newer"
+            raise ConfigurationError(msg)
         return warnings
 
     def _info(self) -> dict[str, str]:
@@ -388,6 +389,11 @@ def _silent(exc: BaseException) -> StoreUnavailable:
 
 
 def _told(exc: BaseException) -> str:
-    """What may be told of an error: its type and the first word of the server's answer, never a URL (I13)."""
-    word = str(exc).partition(" ")[0] if isinstance(exc, ResponseError) else ""
-    return f"{type(exc).__name__} {word}".strip()
+    """What may be told of an error, never a URL (I13): its type, and of the server's answer the first word.
+
+    A fault of a script is told in full: it names a line of the library, and nothing of a message.
+    """
+    told = str(exc) if isinstance(exc, ResponseError) else ""
+    if not told.startswith("user_function:"):
+        told = told.partition(" ")[0]
+    return f"{type(exc).__name__} {told[:200]}".strip()

@@ -53,11 +53,18 @@ _USE = re.compile(r"\b(?P<kind>KEYS|ARGV)\[(?P<number>\d+)\]")
 _COMMENT = re.compile(r"--\[\[.*?\]\]|--[^\n]*", re.DOTALL)
 
 _REGISTER = """\
-redis.register_function("{function}", function(keys, args)
-  start(keys, args)
-  return {script}()
-end)
+redis.register_function{{
+  function_name = "{function}",
+  callback = function(keys, args)
+    start(keys, args)
+    return {script}()
+  end,
+  flags = {{ {flags} }},
+}}
 """
+_READERS = frozenset({"snapshot"})
+_NO_WRITES = '"no-writes"'
+"""Served also by a server that is out of memory, or that is a replica."""
 
 _PROMISE, _GUARANTEES, _KEYS, _ARGV, _REPLIES = range(5)
 
@@ -114,7 +121,10 @@ def library(folder: Path = LUA) -> Library:
     text = "".join(_expand(folder / f"{name}.lua", (), seen) for name in names(folder))
     name = f"guard_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     functions = {script: f"{name}_{script}" for script in names(folder)}
-    registered = "".join(_REGISTER.format(function=function, script=script) for script, function in functions.items())
+    registered = "".join(
+        _REGISTER.format(function=function, script=script, flags=_NO_WRITES if script in _READERS else "")
+        for script, function in functions.items()
+    )
     return Library(name=name, source=f"#!lua name={name}\n{text}\n{registered}", functions=functions)
 
 

@@ -343,7 +343,6 @@ def test_close_gives_back_what_is_held_lets_those_who_wait_go_and_leaves_no_proc
     """At once: the holder's lease, a waiter with 20 s to go, and the process itself; then the guard works again."""
 
     async def scenario(face, other):
-        other.snapshot()
         held = await face.get("chat")
         waiting = [face.beside(hold(face, timeout=20)) for _ in range(3)]
         await until(lambda: face.truth.waiting() == 3)
@@ -354,11 +353,36 @@ def test_close_gives_back_what_is_held_lets_those_who_wait_go_and_leaves_no_proc
                 await one
         assert time.monotonic() - begun_s < AT_ONCE_S
         assert face.truth.nothing_left()
-        assert len(face.truth.snapshot().processes) == 1
+        assert face.truth.snapshot().processes == {}
         await face.release(held)
-        assert len(face.truth.snapshot().processes) == 1
+        assert face.truth.snapshot().processes == {}
         async with face.permit("chat", timeout=5) as permit:
             assert set(face.truth.leases()) == {permit.lease}
+
+    play(scenario, ONE)
+
+
+def test_looking_on_takes_no_part(play):
+    """A snapshot publishes nothing, so that a process with a smaller ceiling lowers nobody's by reading."""
+
+    async def scenario(face, other):
+        async with face.permit("chat", timeout=5):
+            assert len(other.snapshot().processes) == 1
+            assert set(other.snapshot().endpoints) == {"chat", "embed"}
+
+    play(scenario, ONE)
+
+
+def test_nested_permit_that_was_given_back_leaves_the_outer_one_current(play):
+    """Who still holds a permit is known to hold it, and does not wait for another."""
+
+    async def scenario(face, other):
+        async with face.permit("chat", timeout=5) as outer:
+            async with face.permit("chat", timeout=5) as inner:
+                await face.release(inner)
+                assert current_permit() is outer
+            assert current_permit() is outer
+        assert current_permit() is None
 
     play(scenario, ONE)
 

@@ -43,7 +43,7 @@ local function snapshot()
   end
   for _, member in ipairs(call("ZRANGE", root .. "held_back", 0, MOST_BESIDE - 1)) do
     local line, waiter = member:match("^(.-\31.-\31.-)\31(.*)$")
-    add_waiters(waiting, lines.parts(line).endpoint, lines.parked(line, waiter).rank, 1)
+    add_waiters(waiting, lines.parts(line).endpoint, lines.waiter(line, waiter).rank, 1)
   end
 
   local rows, groups, totals, members = {}, {}, {}, {}
@@ -86,7 +86,8 @@ local function snapshot()
     end
   end
   for _, process in ipairs(call("ZRANGE", root .. "alive", 0, -1)) do
-    alive[#alive + 1] = { process, process_of(process).idle }
+    local known = process_of(process)
+  if known then alive[#alive + 1] = { process, known.idle } end
   end
   return { DONE, now, rows, groups, leases, alive, standing }
 end

@@ -14,9 +14,10 @@ local function lease_of(id)
     local status, until_ms, away_ms, retry_after_ms, rest = numbers(TOMBSTONE, packed, 2)
     if until_ms + clock.away_ms - away_ms <= now then return false, false end
     local takes = {}
-    for take in packed:gmatch("\31([^\31]*)", rest) do takes[#takes + 1] = take end
+    local texts = packed:sub(rest)
+    for take in texts:gmatch("\31([^\31]*)") do takes[#takes + 1] = take end
     return false, {
-      status = status, retry_after_ms = retry_after_ms, reason = packed:match("^[^\31]*", rest), takes = takes,
+      status = status, retry_after_ms = retry_after_ms, reason = texts:match("^[^\31]*"), takes = takes,
     }
   end
   local rank, cost, place, deadline, started, generation, hold, rest = numbers(LEASE_NUMBERS, packed, 2)

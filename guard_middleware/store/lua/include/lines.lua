@@ -65,6 +65,17 @@ function lines.parked(line, waiter)
   }
 end
 
+-- What is remembered of somebody who stands in a line; if the server has evicted that, what the line itself tells.
+function lines.waiter(line, waiter)
+  local known = lines.parked(line, waiter)
+  if known then return known end
+  local key = tonumber(call("ZSCORE", root .. "line:" .. line, waiter) or BACKGROUND * RANK)
+  return {
+    rank = floor(key / RANK), cost = 1, place = key % RANK, overloads = 0, denials = 0, overloaded = false,
+    deadline_ms = 0, process = "",
+  }
+end
+
 function lines.forget(line, waiter)
   call("HDEL", root .. "parked:" .. line, waiter)
 end

@@ -71,7 +71,7 @@ local function drain(full, most, only)
   for _, member in ipairs(beside) do
     local line, waiter = member:match("^(.-\31.-\31.-)\31(.*)$")
     if lines.parts(line).full == full and (not only or only == line) then
-      local parked = lines.parked(line, waiter)
+      local parked = lines.waiter(line, waiter)
       waiting[#waiting + 1] = { line = line, waiter = waiter, key = parked.rank * RANK + parked.place }
     end
   end

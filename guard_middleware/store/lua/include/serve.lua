@@ -50,7 +50,7 @@ local function hand_over_old(serving)
   end)
   for index = 1, min(serving.want, #old) do
     local line, waiter = old[index].member:match("^(.-\31.-\31.-)\31(.*)$")
-    hand_over_unpermitted(serving, line, waiter, lines.parked(line, waiter))
+    hand_over_unpermitted(serving, line, waiter, lines.waiter(line, waiter))
   end
   for _, full in ipairs(looked) do
     local first = call("ZRANGE", root .. "deadlines:" .. full, 0, 0, "WITHSCORES")[2]
@@ -109,7 +109,7 @@ local function other_probe(serving, home, endpoint)
     local found = lines.parts(line).endpoint == home
       and call("ZRANGE", root .. "line:" .. line, 0, PROBE_SCAN - 1, "WITHSCORES") or {}
     for index = 1, #found, 2 do
-      local parked, key = lines.parked(line, found[index]), tonumber(found[index + 1])
+      local parked, key = lines.waiter(line, found[index]), tonumber(found[index + 1])
       local runner = parked.overloaded and "" or room.runner(line, parked, serving.want > 0 and serving.process or "")
       local chosen, reason
       if runner ~= "" then chosen, reason = place_call(home, parked.rank, parked.cost, false) end
@@ -146,7 +146,7 @@ end
 
 -- Let one waiter go, or close what stands against it for the rest of this command.
 local function attempt(serving, line, waiter, aged)
-  local parked, home = lines.parked(line, waiter), lines.parts(line).endpoint
+  local parked, home = lines.waiter(line, waiter), lines.parts(line).endpoint
   local runner = room.runner(line, parked, serving.want > 0 and serving.process or "")
   if runner == "" then return nobody(serving, line, waiter, parked) end
   local endpoint, reason, by_group = place_call(home, parked.rank, parked.cost, aged)

@@ -73,7 +73,7 @@ local function sweep()
     for _, member in ipairs(over) do
       local line, waiter = member:match("^(.-\31.-\31.-)\31(.*)$")
       freed = true
-      lines.stand(line, waiter, lines.parked(line, waiter))
+      lines.stand(line, waiter, lines.waiter(line, waiter))
       call("ZREM", held_back, member)
     end
     clock.held_at_ms = tonumber(call("ZRANGE", held_back, 0, 0, "WITHSCORES")[2] or huge)

@@ -78,7 +78,7 @@ function room.aged(endpoint)
   table.sort(found, in_order)
   for index = 1, min(PROBE_SCAN, #found) do
     local line, waiter = found[index].line, found[index].waiter
-    local parked = lines.parked(line, waiter)
+    local parked = lines.waiter(line, waiter)
     if fits_alone(one, parked.rank, parked.cost, true) then return line, waiter, parked end
   end
   return nil
@@ -96,7 +96,7 @@ local function head(line)
   for index = 0, PROBE_SCAN - 1 do
     local waiter, key = lines.at(line, index)
     if not waiter then break end
-    local parked = lines.parked(line, waiter)
+    local parked = lines.waiter(line, waiter)
     local gone = parts.full == "" and not process_of(parked.process)
     local endpoint, reason = place_call(parts.endpoint, parked.rank, parked.cost, false)
     if not gone and (not reason or release_helps(parts.endpoint, endpoint, parked.rank, parked.cost, false)) then
