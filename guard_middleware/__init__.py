@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         AdmissionDenied,
         ConfigurationError,
         GuardError,
-        LeaseLost,
         StoreError,
         StoreUnavailable,
     )
@@ -37,7 +36,6 @@ _HOMES = {
     "GuardMiddleware": "queueing.middleware",
     "GuardSettings": "config",
     "GuardTransport": "transport",
-    "LeaseLost": "errors",
     "Permit": "permit",
     "Priority": "priority",
     "StoreError": "errors",
@@ -64,7 +62,6 @@ __all__ = [
     "GuardMiddleware",
     "GuardSettings",
     "GuardTransport",
-    "LeaseLost",
     "Permit",
     "Priority",
     "StoreError",

@@ -116,7 +116,7 @@ class AsyncGuard:
         timeout_s: float,
         call_off: CallOff | None = None,
     ) -> AsyncPermit:
-        """As `permit`; `call_off` can end the wait."""
+        """As `Guard.get`."""
         wanted = self.guard.wanted(model, priority, cost, timeout_s)
         if wanted.lender is not None:
             return AsyncPermit(

@@ -49,10 +49,6 @@ def denial_in(exc: BaseException | None) -> AdmissionDenied | None:
     return None
 
 
-class LeaseLost(GuardError):
-    """A lease ended before its call did: the store forgot it, or it ran out while the process was stuck."""
-
-
 class StoreError(GuardError):
     """The store gave an answer that cannot be used."""
 

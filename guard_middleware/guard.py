@@ -81,7 +81,7 @@ class Guard:
         """The namespace and the ids, no URL."""
         return f"<Guard namespace={self.settings.namespace!r} models={[one.id for one in self.settings.models]!r}>"
 
-    # -- what the faces share ----------------------------------------------------------------------------------------
+    # -- this process ------------------------------------------------------------------------------------------------
 
     def _redis(self) -> Store:
         settings = self.settings
@@ -216,7 +216,15 @@ class Guard:
         timeout_s: float,
         call_off: CallOff | None = None,
     ) -> Permit:
-        """As `permit`; `call_off` can end the wait."""
+        """A permit, as `permit` and `try_permit` give it.
+
+        Args:
+            model: id of the endpoint.
+            priority: of the call, `None` for the ambient one.
+            cost: units.
+            timeout_s: the longest wait, 0 for none.
+            call_off: can end the wait before.
+        """
         wanted = self.wanted(model, priority, cost, timeout_s)
         if wanted.lender is not None:
             return Permit(**wanted.lent(), release=wanted.lender.take_back, give_up=wanted.lender.take_back)

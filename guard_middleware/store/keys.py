@@ -2,7 +2,8 @@
 
 The scripts derive the same names from the root; this is where people and tests read them. A `line` is
 ``endpoint US namespace US queue``, a `queue` is ``namespace US queue``, with `SEPARATOR` as US; callers stand in a
-line without namespace and queue. Values that are tables are packed with MessagePack, with named fields.
+line without namespace and queue. Records are numbers (as big-endian doubles) that are followed by text: their formats
+stand in ``lua/include/state.lua``. Tables are packed with MessagePack.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ def line(endpoint: str, namespace: str = "", queue: str = "") -> str:
 def state(root: str) -> str:
     """HASH: the small facts, read together by every script and written back together.
 
-    ``rules``, ``endpoints``, ``budgets``, ``spec:<endpoint>``: the configuration that applies. ``left``: endpoints that
-    count in a GPU group that they have left. ``epoch``,
-    ``epoch_until``, ``last_run``, ``places``. ``due``: never later than the first instant that the sweep has to look
-    at. ``lines``: the lines in which somebody stands. ``held_at``: the first instant in `held_back`. ``deadlines``:
-    queue -> never later than its first deadline. Per endpoint: ``override``, ``paused``, ``breaker``, ``mean``,
-    ``background_at``, ``slot``. Per process: ``idle`` (it is known, and its idle threads), ``hold`` (a unit is held
-    for it).
+    - ``clock``: the time of the last command, ``due`` (never later than the first instant that the sweep has to look
+      at), the counters of places and takes, the end of the epoch's hold, for how long the store was away, the first
+      instant in `held_back`; the rules in force; the epoch.
+    - ``endpoint:<endpoint>``: what was measured of it, an operator's override and pause, its breaker, and the numbers
+      of the configuration that applies; ``texts:<endpoint>``: its group, its fallback, and who shares its budget.
+    - ``endpoints``: ids of those that are configured; ``leased``: of those that may have units; ``budgets``; ``left``:
+      endpoints that count in a GPU group that they have left.
+    - ``process:<process>``: its idle threads, and whether a unit is held for it; ``said:<process>``: its worker, the
+      queues that it consumes, and its last two beats.
+    - ``lines``: the lines in which somebody stands; ``deadlines``: queue -> never later than its first deadline.
+    - ``slot:<endpoint> US <rank>``: the last slot that was reserved.
     """
     return f"{root}state"
 
@@ -44,9 +49,9 @@ def units(root: str, endpoint: str) -> str:
     return f"{root}units:{endpoint}"
 
 
-def leased(root: str) -> str:
-    """SET: the endpoints that may have units."""
-    return f"{root}leased"
+def nested(root: str) -> str:
+    """ZSET lease -> expires_at_ms: the leases that use the units of another one, their ``parent``."""
+    return f"{root}nested"
 
 
 def waiting(root: str, line: str) -> str:
@@ -72,11 +77,6 @@ def deadlines(root: str, queue: str) -> str:
 def alive(root: str) -> str:
     """ZSET process -> alive_until_ms."""
     return f"{root}alive"
-
-
-def processes(root: str) -> str:
-    """HASH process -> its worker and the queues that it consumes."""
-    return f"{root}processes"
 
 
 def consumers(root: str, queue: str) -> str:

@@ -368,7 +368,7 @@ def test_looking_on_takes_no_part(play):
     async def scenario(face, other):
         async with face.permit("chat", timeout=5):
             assert len(other.snapshot().processes) == 1
-            assert set(other.snapshot().endpoints) == {"chat", "embed"}
+            assert set(other.snapshot().endpoints) == {"chat"}
 
     play(scenario, ONE)
 

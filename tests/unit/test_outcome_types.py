@@ -24,7 +24,7 @@ import urllib3
 from dramatiq.middleware import Interrupt, Shutdown, SkipMessage, TimeLimitExceeded
 
 from guard_middleware.core.outcome import Classified, Outcome, classify_exception
-from guard_middleware.errors import AdmissionDenied, LeaseLost, StoreUnavailable
+from guard_middleware.errors import AdmissionDenied, StoreUnavailable
 
 REQUEST = httpx.Request("POST", "http://model.example/v1/chat/completions")
 
@@ -240,7 +240,6 @@ IGNORED = [
     # our own
     AdmissionDenied("m", "interactive", "endpoint_full"),
     StoreUnavailable("READONLY"),
-    LeaseLost(),
     # nothing at all
     None,
     object(),
