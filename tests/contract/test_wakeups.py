@@ -219,7 +219,7 @@ def test_dropped_notification_costs_at_most_a_heartbeat(make_guard, make_bench, 
             wait_until(lambda begun=begun: len(bench.begun) > begun, 10, every_s=0.002)
             delays.append(time.monotonic() - released_at)
     # Then no wait was longer than the time between two beats
-    assert max(delays) < 0.5 + 0.3, delays
+    assert max(delays) < 0.5 + SOON_S, delays
 
 
 def test_caller_that_was_granted_a_permit_before_its_process_listened_has_it_when_it_listens(make_guard, monkeypatch):
@@ -446,7 +446,7 @@ def test_waiting_caller_asks_nothing_until_it_is_told(make_guard, side):
     time.sleep(0.1)  # for what follows an ask: the beat that listening begins with
     before = commands(side.client)
     waiter.join(1.0)
-    assert commands(side.client) - before == 1  # the question itself
+    assert commands(side.client) - before < 5  # the question itself, and perhaps a late beat; polling would be dozens
     permit.release()
     waiter.end()
 
