@@ -267,8 +267,9 @@ class Guard:
         """
         self.know(model)
         self.settings.check_cost(cost)
-        if not timeout_s >= 0:  # also not a number
-            msg = "timeout must be at least 0 seconds"
+        asked: object = timeout_s
+        if isinstance(asked, bool) or not isinstance(asked, int | float) or not asked >= 0:  # nor NaN
+            msg = "timeout must be a number of seconds, at least 0 (try_permit does not wait at all)"
             raise ConfigurationError(msg)
         outer = current_permit()
         namespace = self.settings.namespace

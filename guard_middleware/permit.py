@@ -25,15 +25,16 @@ UNUSED = Classified(outcome=Outcome.IGNORED, reason="not used")
 _ABANDONED = Classified(outcome=Outcome.IGNORED, reason="abandoned")
 _lending = threading.Lock()
 
+_current: ContextVar[Permit | AsyncPermit | None] = ContextVar("guard_current_permit", default=None)
+
 
 def _after_fork() -> None:
     global _lending  # noqa: PLW0603  # another thread of the parent may hold it
     _lending = threading.Lock()
+    _current.set(None)
 
 
-os.register_at_fork(after_in_child=_after_fork)
-
-_current: ContextVar[Permit | AsyncPermit | None] = ContextVar("guard_current_permit", default=None)
+os.register_at_fork(after_in_child=_after_fork)  # a permit belongs to the process that has asked for it
 
 
 def current_permit() -> Permit | AsyncPermit | None:
@@ -87,6 +88,7 @@ class _Permit:
         self._give_up = give_up
         self._recorded: Classified | None = None
         self._released = False
+        self._pid = os.getpid()
         self._lent = False
         self.outer: Permit | AsyncPermit | None = None
         if give_up is not None:
@@ -143,15 +145,15 @@ class _Permit:
 
     @property
     def released(self) -> bool:
-        """Whether the permit was given back."""
-        return self._released
+        """Whether the permit was given back, or is another process's: a child that was forked under it has none."""
+        return self._released or self._pid != os.getpid()
 
     def lend(self, model: str, cost: int, namespace: str) -> bool:
         """Lend it to a nested call on the same endpoint, one at a time. Returns whether it could be lent."""
         if self.model != model or self.cost < cost or self.namespace != namespace:
             return False
         with _lending:
-            if self._lent or self._released:
+            if self._lent or self.released:
                 return False
             self._lent = True
             return True
@@ -168,7 +170,8 @@ class _Permit:
 
     def abandon(self) -> None:
         """Give the permit back without waiting: a beat does it. Takes no lock, so that a finalizer may call it."""
-        if self._give_up is not None and self._collected.detach() is not None:
+        mine = self._give_up is not None and self._pid == os.getpid()
+        if mine and self._give_up is not None and self._collected.detach() is not None:
             self._released = True
             self._give_up(self._recorded or _ABANDONED)
 
@@ -208,7 +211,7 @@ class Permit(_Permit):
         Args:
             exc: the exception with which the call ended.
         """
-        if not self._released:
+        if not self.released:
             self._released = True
             self._release(self.verdict(exc))
             self._settled()
@@ -235,7 +238,7 @@ class AsyncPermit(_Permit):
         Args:
             exc: the exception with which the call ended.
         """
-        if not self._released:
+        if not self.released:
             self._released = True
             await self._release(self.verdict(exc))
             self._settled()

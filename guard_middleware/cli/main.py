@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 _BREAKER = {"open": Action.OPEN, "close": Action.CLOSE, "reset": Action.RESET}
 _OPEN_S = 60.0
+_LONGEST_S = 7 * 86_400.0
+
+
+def seconds(text: str) -> float:
+    """A length of time for argparse, which tells of the `ValueError` by this name."""
+    value = float(text)
+    if not 0 <= value <= _LONGEST_S:
+        raise ValueError
+    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     breaker = commands.add_parser("breaker", help="force an endpoint's breaker")
     breaker.add_argument("model", metavar="MODEL")
     breaker.add_argument("state", choices=sorted(_BREAKER))
-    breaker.add_argument("--seconds", type=float, default=_OPEN_S, help="how long open (%(default)s)")
+    breaker.add_argument("--seconds", type=seconds, default=_OPEN_S, help="how long open (%(default)s)")
     draining = commands.add_parser(
         "drain", help="put parked messages back at the tail of their queues, so that the guard can be uninstalled"
     )

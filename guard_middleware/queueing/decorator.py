@@ -14,12 +14,10 @@ from guard_middleware.errors import ConfigurationError, GuardError
 from guard_middleware.guard import Guard, default_guard
 from guard_middleware.priority import Priority
 from guard_middleware.queueing import options, private
-from guard_middleware.queueing.delivery import current_delivery
+from guard_middleware.queueing.delivery import WRAPPED, current_delivery
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-_WRAPPED = "__guarded__"
 
 
 class MiddlewareMissing(GuardError):
@@ -85,7 +83,7 @@ def guarded(
 
 def wrap(actor: dramatiq.Actor[..., Any]) -> None:
     """Put the guard around an actor's function, outside of Dramatiq's bridge to coroutines. Once is enough."""
-    if getattr(actor.fn, _WRAPPED, False):
+    if getattr(actor.fn, WRAPPED, False):
         return
     fn = actor.fn
     coroutine = getattr(fn, "__wrapped__", None)
@@ -106,7 +104,7 @@ def wrap(actor: dramatiq.Actor[..., Any]) -> None:
         delivery.end(None)
         return result
 
-    setattr(guarded_fn, _WRAPPED, True)
+    setattr(guarded_fn, WRAPPED, True)
     actor.fn = guarded_fn
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from guard_middleware.permit import Permit
     from guard_middleware.queueing.turns import Turns
 
+WRAPPED = "__guarded__"
+"""The mark of an actor's function that begins and ends its deliveries itself."""
 _CUT_OFF = Classified(outcome=Outcome.IGNORED, reason="cut off")
 
 
@@ -77,6 +79,11 @@ class Delivery:
         """The delivery is over without an end of the body: somebody skipped the message, failed, or interrupted."""
         if self._ended is None:
             self._finish(_CUT_OFF, ParkAs.NO)
+
+    def close(self, exc: BaseException | None) -> None:
+        """The body of an actor has ended that is not decorated, so that nothing stands around it but the hooks."""
+        if self._ended is None:
+            self._finish(self.permit.verdict(exc), ParkAs.NO)
 
     def _park(self, exc: BaseException | None, verdict: Classified) -> ParkAs:
         if exc is None or self.holding.message is None:

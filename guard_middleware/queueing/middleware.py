@@ -70,7 +70,15 @@ class GuardMiddleware(Middleware):
         if private.is_elsewhere(message):
             msg = "the message waits for its permit already: no copy of it is stored"
             raise private.Elsewhere(msg)
-        options.stamp(broker, message, self.guard)
+        try:
+            options.stamp(broker, message, self.guard)
+        except options.InvalidOptions as exc:
+            member = _members.get(broker)
+            if member is None or not member.turns.is_over():
+                raise
+            # The next of a pipeline, say: an error here would be swallowed, and the message would be nowhere. It is
+            # stored, and ends among the dead letters where it is delivered.
+            events.error("guard.refused", actor=message.actor_name, why=str(exc))
 
     def before_worker_boot(self, broker: Broker, worker: Worker) -> None:
         """Check what is guarded here, refuse to start if something cannot be, and join."""
@@ -86,6 +94,10 @@ class GuardMiddleware(Middleware):
                 wrong.append(f"actor {actor.actor_name!r}: {exc}")
         if wrong:
             _refuse(broker, worker, "; ".join(wrong))
+        if sum(isinstance(one, GuardMiddleware) for one in broker.middleware) > 1:
+            _refuse(broker, worker, "GuardMiddleware was added to the broker more than once: add it once")
+        if broker in _members:
+            _refuse(broker, worker, "a worker of this broker runs in this process already: give each its own broker")
         names = [type(one).__name__ for one in broker.middleware]
         here = names.index(type(self).__name__)
         misplaced = sorted(_BEFORE.intersection(names[here:]) | _AFTER.intersection(names[:here]))
@@ -119,7 +131,13 @@ class GuardMiddleware(Middleware):
             member.turns.before(message)
 
     def after_process_message(
-        self, broker: Broker, message: MessageProxy, *, result: Any = None, exception: BaseException | None = None
+        self,
+        broker: Broker,
+        message: MessageProxy,
+        *,
+        result: Any = None,
+        exception: BaseException | None = None,
+        skipped: bool = False,
     ) -> None:
         """End what the wrapper never began.
 
@@ -129,13 +147,13 @@ class GuardMiddleware(Middleware):
         if member is None:
             return
         try:
-            member.turns.after(message, exception)
+            member.turns.after(message, exception, skipped=skipped)
         except Interrupt:
-            member.turns.after(message, exception)
+            member.turns.after(message, exception, skipped=skipped)
 
     def after_skip_message(self, broker: Broker, message: MessageProxy) -> None:
         """End what the wrapper never began."""
-        self.after_process_message(broker, message)
+        self.after_process_message(broker, message, skipped=True)
 
     def after_ack(self, broker: Broker, message: MessageProxy) -> None:
         """The thread is done with its message."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from dramatiq import worker as dramatiq_worker
@@ -82,8 +83,9 @@ def max_age_of(broker: Broker, proxy: MessageProxy) -> int | None:
     if limit is None:
         return None
     actor = broker.get_actor(proxy.actor_name)
-    max_age: int | None = proxy.options.get("max_age") or actor.options.get("max_age", limit.max_age)
-    return max_age or None
+    max_age = proxy.options.get("max_age") or actor.options.get("max_age", limit.max_age)
+    plain = isinstance(max_age, int | float) and isfinite(max_age) and isinstance(proxy.message_timestamp, int | float)
+    return int(max_age) if plain and max_age else None  # what it cannot compare is that limit's own business
 
 
 def result_needs_queue(broker: Broker, proxy: MessageProxy) -> bool:

@@ -19,7 +19,7 @@ from guard_middleware.pauses import Pauses
 from guard_middleware.permit import Permit, set_current
 from guard_middleware.priority import message_priority, set_message_priority
 from guard_middleware.queueing import low_queue, options, private
-from guard_middleware.queueing.delivery import Delivery, current_delivery, set_current_delivery
+from guard_middleware.queueing.delivery import WRAPPED, Delivery, current_delivery, set_current_delivery
 
 if TYPE_CHECKING:
     from dramatiq.broker import MessageProxy
@@ -61,6 +61,7 @@ class Turns:
         self._broker = member.broker
         self._heartbeat = member.heartbeat
         self._turns: dict[int, Turn] = {}
+        self._over: set[int] = set()
 
     def mine(self) -> Turn | None:
         """The turn of the calling thread."""
@@ -91,6 +92,7 @@ class Turns:
         if ident in self._turns:
             self._let_go_of(ident)
         self.in_message.add(ident)
+        self._over.discard(ident)
         if current_delivery() is not None:
             set_current_delivery(None)
             set_current(None)
@@ -273,9 +275,14 @@ class Turns:
 
     # -- after the actor -------------------------------------------------------------------------------------------
 
-    def after(self, proxy: MessageProxy, exception: BaseException | None) -> None:
+    def is_over(self) -> bool:
+        """Whether this thread's message has been processed: what it enqueues now, it enqueues for other middleware."""
+        return threading.get_ident() in self._over
+
+    def after(self, proxy: MessageProxy, exception: BaseException | None, *, skipped: bool = False) -> None:
         """The message is processed or skipped: what the wrapper never began ends here. It can be repeated."""
         ident = threading.get_ident()
+        self._over.add(ident)
         turn = self._turns.get(ident)
         if turn is None and current_delivery() is None and private.handed_over(proxy) is None:  # not guarded
             if self._heartbeat.waiting and not self._heartbeat.leaving:
@@ -285,7 +292,10 @@ class Turns:
             self._resolve(proxy, turn)
         delivery = current_delivery()
         if delivery is not None:
-            delivery.drop()
+            if skipped or delivery.begun or self._is_wrapped(proxy):
+                delivery.drop()
+            else:
+                delivery.close(exception)
             if delivery.outlived:  # its coroutine ends the lease
                 self._turns.pop(ident, None)
             set_current_delivery(None)
@@ -294,6 +304,10 @@ class Turns:
             self._give_up(proxy, private.handed_over(proxy))
         if ident in self._turns:
             self._let_go_of(ident)
+
+    def _is_wrapped(self, proxy: MessageProxy) -> bool:
+        actor = self._broker.actors.get(proxy.actor_name)
+        return actor is None or getattr(actor.fn, WRAPPED, False)
 
     def acked(self) -> None:
         """This thread is done with its message."""
