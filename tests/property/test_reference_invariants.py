@@ -17,7 +17,7 @@ from guard_middleware.core.outcome import Outcome
 from guard_middleware.core.reference import Reference
 from guard_middleware.core.state import Process
 from guard_middleware.core.values import Rules
-from guard_middleware.core.verdict import Admit
+from guard_middleware.core.verdict import Admit, Reason
 from tests.unit.builders import NAMESPACE, World, spec
 
 BACKGROUND = 3
@@ -333,6 +333,8 @@ class Chaos:
             first = getattr(self.world.rule, verb)(command, self.world.now)
             if not all(take.lease for take in first.takes):
                 return  # what is handed over without a permit is handed over once
+            if first.status is Status.REFUSED and first.reason == Reason.QUEUE_AHEAD:
+                return  # who was ahead has been served or was nobody: a refusal keeps nothing, so this is a new question
             before = without_holds(tidy(self.world.rule))
             held = f"hold:{getattr(command, 'process', '')}" in self.world.rule.state.leases
             repeated = getattr(self.world.rule, verb)(command, self.world.now)

@@ -11,6 +11,7 @@ local processes, endpoints, changed_processes, changed_endpoints
 local clock, rules, epoch
 local counted_units                     -- endpoint -> units in flight, once they are counted
 local split, windows, consumers_of      -- line -> its parts, its first waiters; queue -> who consumes it
+local aged_of                           -- endpoint -> its aged background waiter, until a line or a start changes that
 local freed                             -- whether there is something that a waiter may have now
 
 local function default_rules()
@@ -24,7 +25,7 @@ end
 local function prefetch(fields)
   facts, tables, changed = {}, {}, {}
   processes, endpoints, changed_processes, changed_endpoints = {}, {}, {}, {}
-  counted_units, split, windows, consumers_of, freed = {}, {}, {}, {}, false
+  counted_units, split, windows, consumers_of, aged_of, freed = {}, {}, {}, {}, {}, false
   local values = call("HMGET", STATE, unpack(fields))
   for index = 2, #fields do facts[fields[index]] = values[index] end
   local packed = values[1]

@@ -99,6 +99,7 @@ end
 
 -- A waiter has left a line.
 local function has_left(line, waiter)
+  aged_of = {}
   local known = windows[line]
   for index = 1, known and #known or 0 do
     if known[index].waiter == waiter then
@@ -133,7 +134,7 @@ end
 
 -- Stand in a line whose record is written.
 function lines.stand(line, waiter, parked)
-  windows[line] = nil
+  windows[line], aged_of = nil, {}
   call("ZADD", root .. "line:" .. line, parked.rank * RANK + parked.place, waiter)
   register(line)
 end

@@ -173,22 +173,38 @@ local function attempt(serving, line, waiter, aged)
   let_go(serving, line, waiter, parked, endpoint, runner)
 end
 
--- The best waiter among the lines that are still open in this command.
-local function best_waiter(serving)
-  local best
-  for _, line in ipairs(lines.all()) do
-    if not serving.skipped[line] and not serving.closed[lines.parts(line).endpoint] then
-      local index = 0
-      local waiter, key = lines.at(line, index)
-      while waiter and serving.passed[line .. "\31" .. waiter] do
-        index = index + 1
-        waiter, key = lines.at(line, index)
-      end
-      local first = waiter and { key = key, line = line, waiter = waiter }
-      if first and (not best or in_order(first, best)) then best = first end
-    end
+-- The best waiter of a line that is still open in this command, or nil.
+local function first_of(serving, line)
+  if serving.skipped[line] or serving.closed[lines.parts(line).endpoint] then return nil end
+  local index = serving.first[line] or 0  -- those before it were passed
+  local waiter, key = lines.at(line, index)
+  while waiter and serving.passed[line .. "\31" .. waiter] do
+    index = index + 1
+    waiter, key = lines.at(line, index)
   end
-  return best
+  serving.first[line] = index
+  return waiter and { key = key, line = line, waiter = waiter }
+end
+
+-- Put a line back among the others, by its best waiter.
+local function line_up(serving, line)
+  local one, order = first_of(serving, line), serving.order
+  if not one then return end
+  local index = 1
+  while order[index] and in_order(order[index], one) do index = index + 1 end
+  table.insert(order, index, one)
+end
+
+-- The best waiter among the lines that are still open in this command, or nil. Its line has to be put back.
+local function best_waiter(serving)
+  local order = serving.order
+  while #order > 0 do
+    local best = table.remove(order, 1)
+    local now_first = first_of(serving, best.line)
+    if now_first and now_first.waiter == best.waiter then return best end
+    if now_first then line_up(serving, best.line) end
+  end
+  return nil
 end
 
 --[[
@@ -200,6 +216,7 @@ local function serve(process, want, via)
   local serving = { process = process, want = want, via = via, takes = {}, taken = {}, woken = {}, waiting = 0 }
   if nobody_waits() or now < clock.epoch_until_ms then return serving end
   serving.closed, serving.claimed, serving.skipped, serving.passed, serving.notified = {}, {}, {}, {}, {}
+  serving.first = {}
   hand_over_old(serving)
   local homes, seen = {}, {}
   for _, line in ipairs(lines.all()) do
@@ -212,10 +229,16 @@ local function serve(process, want, via)
     local line, waiter = room.aged(endpoint)
     if line then attempt(serving, line, waiter, true) end
   end
+  serving.order = {}
+  for _, line in ipairs(lines.all()) do
+    serving.order[#serving.order + 1] = first_of(serving, line)
+  end
+  table.sort(serving.order, in_order)
   for _ = 1, SCAN do
     local best = best_waiter(serving)
     if not best then break end
     attempt(serving, best.line, best.waiter, false)
+    line_up(serving, best.line)
   end
   return serving
 end

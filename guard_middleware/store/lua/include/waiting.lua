@@ -58,28 +58,40 @@ function room.runner(line, parked, first)
   return best
 end
 
+-- The background waiter at an index of a line, to be compared with those of other lines; nil behind the last.
+local function background_at(line, index)
+  local found = call("ZRANGEBYSCORE", root .. "line:" .. line, BACKGROUND * RANK, "+inf", "WITHSCORES",
+    "LIMIT", index, 1)
+  return found[1] and { line = line, waiter = found[1], key = tonumber(found[2]), index = index }
+end
+
 --[[
   The background waiter whose turn it is because none has started for the ageing time: its line, its id and its
   record; nil if there is none.
 ]]
 function room.aged(endpoint)
-  local since_ms = endpoint_of(endpoint).background_at_ms
-  if since_ms == 0 or now - since_ms < rules.ageing_ms then return nil end
-  local found, one = {}, endpoint_of(endpoint)
+  local one = endpoint_of(endpoint)
+  if one.background_at_ms == 0 or now - one.background_at_ms < rules.ageing_ms then return nil end
+  if aged_of[endpoint] then return unpack(aged_of[endpoint]) end
+  aged_of[endpoint] = {}
+  local firsts = {}                     -- of each line the first that was not looked at
   for _, line in ipairs(lines.all()) do
-    if lines.parts(line).endpoint == endpoint then
-      local first = call("ZRANGEBYSCORE", root .. "line:" .. line, BACKGROUND * RANK, "+inf", "WITHSCORES",
-        "LIMIT", 0, PROBE_SCAN)
-      for index = 1, #first, 2 do
-        found[#found + 1] = { line = line, waiter = first[index], key = tonumber(first[index + 1]) }
-      end
-    end
+    firsts[#firsts + 1] = lines.parts(line).endpoint == endpoint and background_at(line, 0) or nil
   end
-  table.sort(found, in_order)
-  for index = 1, min(PROBE_SCAN, #found) do
-    local line, waiter = found[index].line, found[index].waiter
-    local parked = lines.waiter(line, waiter)
-    if fits_alone(one, parked.rank, parked.cost, true) then return line, waiter, parked end
+  for _ = 1, PROBE_SCAN do
+    local best
+    for index, first in ipairs(firsts) do
+      if not best or in_order(first, firsts[best]) then best = index end
+    end
+    if not best then break end
+    local first = firsts[best]
+    local parked = lines.waiter(first.line, first.waiter)
+    if fits_alone(one, parked.rank, parked.cost, true) then
+      aged_of[endpoint] = { first.line, first.waiter, parked }
+      return first.line, first.waiter, parked
+    end
+    local following = background_at(first.line, first.index + 1)
+    if following then firsts[best] = following else table.remove(firsts, best) end
   end
   return nil
 end
