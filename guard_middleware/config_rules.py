@@ -202,7 +202,8 @@ def suspicions(settings: GuardSettings) -> Iterator[str]:
             yield f"{place} is {budget}, but the ceilings of its endpoints sum to {ceilings}: is one of them a mistake?"
         if endpoints and not members[group]:
             close = nearest(group, {endpoint.group for endpoint in endpoints if endpoint.group})
-            yield f"{place} caps no endpoint" + (f"; the nearest group in use is {shown(close)}" if close else "")
+            nearby = f"; the nearest group in use is {shown(close)}" if close else ""
+            yield f"{place} caps no endpoint, as no configured model is in that GPU group{nearby}"
     for endpoint in endpoints:
         if endpoint.gpu_group and endpoint.gpu_group not in budgets:
             group = shown(endpoint.gpu_group)

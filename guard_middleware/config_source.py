@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from guard_middleware.config_endpoint import Entry, read_entries
 from guard_middleware.config_json import Unreadable, parse_json
-from guard_middleware.config_parse import Problem, nearest, unknown
+from guard_middleware.config_parse import Problem, nearest, shown, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -31,6 +31,8 @@ _ALSO_CALLED = {
 _OWN_PREFIX = "GUARD_"
 _SHARED_PREFIXES = ("MODEL_", "GPU_", "KG_")
 _RESEMBLES = 0.85
+_ALIKE = 0.6
+_PLAIN_PATH = re.compile(r"[\w./\\: ~+-]{1,200}")
 _SERVICE_LINK = re.compile(r"GUARD_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 """What Kubernetes puts into every container for a service whose name begins with "guard"."""
 
@@ -111,11 +113,15 @@ def stray_variables(names: Iterable[str], known: Collection[str], ignored: Colle
         folded = variable.upper()
         if variable in known or variable in ignored or _SERVICE_LINK.fullmatch(folded):
             continue
-        close = nearest(variable, known) if folded.startswith(_OWN_PREFIX) else None
-        if folded.startswith(_SHARED_PREFIXES):
+        ours, close = folded.startswith(_OWN_PREFIX), None
+        if ours:  # the prefix, which they share, makes nobody alike
+            rests = {one.removeprefix(_OWN_PREFIX): one for one in known}
+            close = rests.get(nearest(folded.removeprefix(_OWN_PREFIX), rests, _ALIKE) or "")
+        elif folded.startswith(_SHARED_PREFIXES):
             close = nearest(variable, known, _RESEMBLES)
-        if close:
-            text = f"is a variable that the guard does not know; the nearest is {close}: rename it, remove it"
+        if ours or close:
+            advice = f"; the nearest is {close}: rename it, remove it" if close else ": remove it"
+            text = f"is a variable that the guard does not know{advice}"
             yield Problem((variable,), f"{text}, or name it in {_IGNORED} if it is another program's")
 
 
@@ -162,14 +168,15 @@ def _read_models(values: dict[str, Any]) -> tuple[list[Entry], list[Problem]]:
 
 
 def _content(file: object) -> str:
-    """The text of the file of models. Its path is not repeated: some write the models themselves there."""
+    """The text of the file of models. Only what is plainly a path is repeated: the models may stand there."""
     wrong, text = "", ""
     try:
         text = Path(str(file)).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         wrong = "names a file that is not UTF-8: save it as UTF-8"
     except (OSError, ValueError):
-        wrong = "names a file that cannot be read: check that the path exists, seen from the working directory"
+        named = f", {shown(str(file))}" if _PLAIN_PATH.fullmatch(str(file)) and "://" not in str(file) else ""
+        wrong = f"names a file that cannot be read{named}: check that the path exists, seen from the working directory"
         if str(file).lstrip()[:1] in {"[", "{"}:
             wrong = f"must be a path; models as JSON go into {_MODELS}"
     else:

@@ -6,14 +6,16 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from guard_middleware.cli import texts
 from guard_middleware.core.commands import Action, Operate
-from guard_middleware.errors import GuardError
+from guard_middleware.errors import ConfigurationError, GuardError, StoreError
 from guard_middleware.guard import Guard
 from guard_middleware.queueing.drain import drain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from guard_middleware.config import GuardSettings
     from guard_middleware.store.base import Store
 
 _BREAKER = {"open": Action.OPEN, "close": Action.CLOSE, "reset": Action.RESET}
@@ -39,17 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0 done, 1 refused or not possible now, 2 a wrong command line.
     """
     parsed = _parser().parse_args(arguments)
+    where = ""
     try:
         guard = Guard.from_settings()
-        if getattr(parsed, "model", None) is not None:
-            guard.settings.endpoint(parsed.model)
+        where = f" (GUARD_REDIS_URL is {guard.settings.redis_url})"  # shown without its credentials (I13)
         store = guard.make_store()
         try:
-            print(_run(parsed, store))
+            print(_run(parsed, store, guard.settings))
         finally:
             store.close()
     except GuardError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        print(f"error: {exc}{where if isinstance(exc, StoreError) else ''}", file=sys.stderr)
         return 1
     return 0
 
@@ -71,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
         "drain", help="put parked messages back at the tail of their queues, so that the guard can be uninstalled"
     )
     draining.add_argument("queues", nargs="+", metavar="QUEUE", help="a queue of Dramatiq's")
-    draining.add_argument("--broker-namespace", default="dramatiq", help="the RedisBroker's namespace (%(default)s)")
+    draining.add_argument(
+        "--broker-namespace", default=texts.DRAMATIQ, help="the RedisBroker's namespace (%(default)s)"
+    )
     draining.add_argument("--force", action="store_true", help="also while a guarded worker consumes the queue")
     return parser
 
@@ -86,30 +90,45 @@ def _ceiling(text: str) -> int:
     return int(text)
 
 
-def _run(parsed: argparse.Namespace, store: Store) -> str:
+def _run(parsed: argparse.Namespace, store: Store, settings: GuardSettings) -> str:
     match parsed.command:
         case "status":
-            return _status(store)
+            return texts.status(store.snapshot(), settings)
         case "drain":
-            moved = drain(store, parsed.queues, namespace=parsed.broker_namespace, force=parsed.force)
-            return f"{moved} messages put back"
+            return _drain(parsed, store)
         case "pause" | "resume":
             action, value = Action(parsed.command), 0
         case "ceiling":
             action, value = (Action.OVERRIDE if parsed.value else Action.CLEAR_OVERRIDE), parsed.value
+            _check_ceiling(value, settings)
         case _:
             action, value = _BREAKER[parsed.state], round(parsed.seconds * 1000)
+    _check_model(parsed.model, store, settings)
     store.operate(Operate(action=action, target=parsed.model, value=value))
-    return _status(store)
+    return texts.status(store.snapshot(), settings)
 
 
-def _status(store: Store) -> str:
+def _drain(parsed: argparse.Namespace, store: Store) -> str:
+    moved = {
+        queue: drain(store, [queue], namespace=parsed.broker_namespace, force=parsed.force) for queue in parsed.queues
+    }
+    for queue in [queue for queue, count in moved.items() if not count]:
+        print(texts.nothing_waits(store.snapshot(), queue, parsed.broker_namespace), file=sys.stderr)
+    return f"{sum(moved.values())} messages put back"
+
+
+def _check_ceiling(value: int, settings: GuardSettings) -> None:
+    most = settings.model_max_concurrency
+    if value > most:
+        msg = f"a ceiling of {value} is above MODEL_MAX_CONCURRENCY ({most}): lower it, or raise that"
+        raise ConfigurationError(msg)
+
+
+def _check_model(model: str, store: Store, settings: GuardSettings) -> None:
+    """Refuse what neither a live process nor the settings know: it would be stored, and steer nothing."""
     snapshot = store.snapshot()
-    lines = []
-    for one in snapshot.endpoints.values():
-        breaker = "paused" if one.paused else one.breaker
-        rest = f" for {one.open_for_ms / 1000:.1f} s" if one.open_for_ms else ""
-        waiting = ", ".join(f"{count} of rank {rank}" for rank, count in sorted(one.waiting.items())) or "nobody"
-        lines.append(f"{one.id}: {one.in_flight} in flight of {one.limit}, breaker {breaker}{rest}, waiting: {waiting}")
-    lines += [f"group {group}: {total} of {budget}" for group, (total, budget) in snapshot.groups.items()]
-    return "\n".join(lines) or "no live process has published an endpoint"
+    if model in snapshot.endpoints:
+        return
+    settings.endpoint(model)
+    if not settings.models:
+        raise ConfigurationError(texts.unknown_model(model, snapshot))

@@ -42,7 +42,7 @@ def drain(store: Store, queues: Iterable[str], *, namespace: str = "dramatiq", f
         while True:
             reply = store.operate(Operate(action=Action.DRAIN, queue=(namespace, queue), value=_BATCH, force=force))
             if reply.status is Status.REFUSED_ALIVE:
-                msg = f"a guarded worker consumes {queue!r} and would park its messages again: stop it, or use force"
+                msg = f"a guarded worker consumes {queue!r} and would park its messages again: stop it, or use --force"
                 raise DrainRefused(msg)
             moved += reply.count
             if reply.count < _BATCH:

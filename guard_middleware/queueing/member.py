@@ -61,7 +61,7 @@ class Member:
         try:
             self.parks()
         except StoreUnavailable as exc:
-            events.warning("guard.store_unavailable", error=str(exc))
+            events.warning("guard.store_unavailable", error=str(exc), store=str(self.guard.settings.redis_url))
         self.heartbeat.start()
 
     def parks(self) -> bool:

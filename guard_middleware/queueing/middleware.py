@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dramatiq.middleware import Interrupt, Middleware, MiddlewareError
 
-from guard_middleware.errors import ConfigurationError
+from guard_middleware.errors import ConfigurationError, StoreError
 from guard_middleware.guard import Guard
 from guard_middleware.observe import events
 from guard_middleware.queueing import options, private
@@ -92,6 +92,11 @@ class GuardMiddleware(Middleware):
                 self.guard.know(model)
             except ConfigurationError as exc:
                 wrong.append(f"actor {actor.actor_name!r}: {exc}")
+            if private.lacks_event_loop(broker, actor.fn):
+                wrong.append(
+                    f"actor {actor.actor_name!r} is a coroutine and the broker has no event loop for it: "
+                    "add AsyncIO() of dramatiq.middleware to the broker, before GuardMiddleware()"
+                )
         if wrong:
             _refuse(broker, worker, "; ".join(wrong))
         if sum(isinstance(one, GuardMiddleware) for one in broker.middleware) > 1:
@@ -116,6 +121,8 @@ class GuardMiddleware(Middleware):
         except Exception as exc:  # noqa: BLE001  # Dramatiq would swallow it and run the worker without a life line
             events.error("guard.not_started", error=type(exc).__name__)
             why = str(exc) if isinstance(exc, ConfigurationError) else type(exc).__name__
+            if isinstance(exc, StoreError):
+                why += f"; GUARD_REDIS_URL is {self.guard.settings.redis_url}"
             _refuse(broker, worker, f"the guard could not start ({why}), so this worker does not")
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:

@@ -12,11 +12,11 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from dramatiq import worker as dramatiq_worker
-from dramatiq.asyncio import async_to_sync
+from dramatiq.asyncio import async_to_sync, get_event_loop_thread
 from dramatiq.broker import MessageProxy
 from dramatiq.brokers.redis import RedisBroker
 from dramatiq.message import Message
-from dramatiq.middleware import AgeLimit, MiddlewareError, SkipMessage
+from dramatiq.middleware import AgeLimit, AsyncIO, MiddlewareError, SkipMessage
 from dramatiq.results import Results
 
 if TYPE_CHECKING:
@@ -54,6 +54,13 @@ def on_worker_thread() -> bool:
 def is_bridge(fn: Any) -> bool:  # what an actor's function is, Dramatiq leaves open
     """Whether a function is Dramatiq's own bridge to a coroutine, and not somebody's wrapper around one."""
     return getattr(fn, "__code__", None) in async_to_sync.__code__.co_consts
+
+
+def lacks_event_loop(broker: Broker, fn: Any) -> bool:
+    """Whether an actor's function is a coroutine that its broker has no event loop for: each message would fail."""
+    if not is_bridge(fn) and not is_bridge(getattr(fn, "__wrapped__", None)):  # the guard's own wrapper is around it
+        return False
+    return get_event_loop_thread() is None and not any(isinstance(one, AsyncIO) for one in broker.middleware)
 
 
 def namespace_of(broker: Broker) -> str | None:

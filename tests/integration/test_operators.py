@@ -37,7 +37,7 @@ def test_operator_pauses_lowers_forces_and_drains(deploy):
     ids = deployment.send("orchestrate", 12)
     store = deployment.store()
     wait_until(lambda: sum(store.snapshot().endpoints["chat"].waiting.values()) == 12, 10)
-    assert "12 of rank 1" in run(deployment, "status").stdout
+    assert "12 orchestration+hydration" in run(deployment, "status").stdout
     # When a guarded worker still lives, a drain would be undone at once, and is refused
     refused = run(deployment, "drain", "orchestration", "--broker-namespace", deployment.broker_namespace)
     assert refused.returncode == 1

@@ -182,9 +182,17 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes, rea
     assert "S3cr" not in message
 
 
-@pytest.mark.parametrize("path", ["/nowhere/S3cr.json", "/", "S3cr\0", '[{"id": "S3cr"}]', "x" * 5000])
-def test_file_that_is_not_there_is_refused_without_repeating_the_path(path: str) -> None:
-    """A path may be the models themselves by mistake, so it is not printed."""
+@pytest.mark.parametrize("path", ["/nowhere/models.json", "models v2.json", "../no-such~file"])
+def test_file_that_is_not_there_is_named(path: str) -> None:
+    """Whoever set a path looks for the slip in it."""
+    assert f'GUARD_MODELS_FILE names a file that cannot be read, "{path}": check' in refusal(models_file=path)
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "S3cr\0", '[{"id": "S3cr"}]', ' {"id": "S3cr"}', "http://u:S3cr@h/v1", "id=S3cr", "x" * 5000]
+)
+def test_what_is_not_plainly_a_path_is_refused_without_repeating_it(path: str) -> None:
+    """The models themselves, or a URL, may stand there by mistake."""
     message = refusal(models_file=path)
     assert "- GUARD_MODELS_FILE " in message
     assert "S3cr" not in message

@@ -383,10 +383,23 @@ def test_one_server_in_two_groups_is_warned_about() -> None:
 def test_group_and_budget_that_miss_each_other_are_warned_about() -> None:
     """A misspelled group has no budget, which is what the budget was meant to prevent."""
     lines = warnings(models=[{"id": "a", "gpu_group": "gb-10"}], gpu_concurrency_budgets={"gb10": 30})
+    unused = "GPU_CONCURRENCY_BUDGETS.gb10 caps no endpoint, as no configured model is in that GPU group"
     assert lines == [
-        'GPU_CONCURRENCY_BUDGETS.gb10 caps no endpoint; the nearest group in use is "gb-10"',
+        f'{unused}; the nearest group in use is "gb-10"',
         'gpu_group "gb-10" of "a" has no entry in GPU_CONCURRENCY_BUDGETS: it has no budget',
     ]
+
+
+def test_budget_of_a_group_without_a_model_is_warned_about_only_if_there_are_models() -> None:
+    """The host is the group of a model that names none; without models, who is in a group is not known here."""
+    hosts = [{"id": "a", "base_url": "http://gb10:8001/v1"}]
+    assert warnings(models=hosts, gpu_concurrency_budgets={"gb10": 30}) == []
+    assert warnings(gpu_concurrency_budgets={"bg10": 30}) == []
+    (line,) = warnings(models=hosts, gpu_concurrency_budgets={"gb10": 30, "bg10": 30})
+    assert line.startswith("GPU_CONCURRENCY_BUDGETS.bg10 caps no endpoint")
+    assert line.endswith('the nearest group in use is "gb10"')
+    (line,) = warnings(models=[{"id": "a"}], gpu_concurrency_budgets={"gb10": 30})
+    assert line.endswith("no configured model is in that GPU group")
 
 
 def test_role_that_resembles_a_reserved_one_is_warned_about() -> None:

@@ -271,7 +271,7 @@ def test_unknown_servers_pass_or_are_refused(word: object) -> None:
         ("GUARD_LEASE", "GUARD_LEASE_S:"),
         ("guard_lease_s", "GUARD_LEASE_S:"),
         ("Guard_Lease_S", "GUARD_LEASE_S:"),
-        ("GUARD_X", "GUARD_"),
+        ("GUARD_MODEL_CIRCUIT_BREAKER", "MODEL_CIRCUIT_BREAKER:"),
     ],
 )
 def test_unknown_guard_variable_is_refused_with_the_nearest(
@@ -282,6 +282,15 @@ def test_unknown_guard_variable_is_refused_with_the_nearest(
     message = refusal()
     assert f"- {variable} is a variable that the guard does not know; the nearest is {nearest}" in message
     assert "S3cr" not in message
+
+
+@pytest.mark.parametrize("variable", ["GUARD_X", "GUARD_DOG", "guard_"])
+def test_unknown_guard_variable_that_resembles_none_names_none(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nearest name that is not near at all would send people the wrong way."""
+    monkeypatch.setenv(variable, "S3cr")
+    message = refusal()
+    assert f"- {variable} is a variable that the guard does not know: remove it, or name it in" in message
+    assert "nearest" not in message
 
 
 @pytest.mark.parametrize(
