@@ -25,7 +25,7 @@ UNUSED = Classified(outcome=Outcome.IGNORED, reason="not used")
 _ABANDONED = Classified(outcome=Outcome.IGNORED, reason="abandoned")
 _lending = threading.Lock()
 
-_current: ContextVar[Permit | AsyncPermit | None] = ContextVar("guard_current_permit", default=None)
+_current: ContextVar[weakref.ref[Permit | AsyncPermit] | None] = ContextVar("guard_current_permit", default=None)
 
 
 def _after_fork() -> None:
@@ -42,10 +42,15 @@ def current_permit() -> Permit | AsyncPermit | None:
 
     It is visible in the actor's coroutines too, and in tasks and threads that were given a copy of the context.
     """
-    permit = _current.get()
+    permit = _present()
     while permit is not None and permit.released:  # the one around it may still be held
         permit = permit.outer
     return permit
+
+
+def _present() -> Permit | AsyncPermit | None:
+    found = _current.get()
+    return None if found is None else found()
 
 
 class _Permit:
@@ -176,11 +181,11 @@ class _Permit:
             self._give_up(self._recorded or _ABANDONED)
 
     def _enter(self: Any) -> None:
-        self.outer = _current.get()
-        _current.set(self)
+        self.outer = _present()
+        _current.set(weakref.ref(self))
 
     def _leave(self) -> None:
-        _current.set(self.outer)
+        _current.set(None if self.outer is None else weakref.ref(self.outer))
 
     def _settled(self) -> None:
         """Somebody has taken care of the lease: until then, and wherever it is cut off, the garbage collector would."""
@@ -258,7 +263,7 @@ class AsyncPermit(_Permit):
 
 def set_current(permit: Permit | None) -> None:
     """Make a permit the current one of this thread's context: the worker's hooks begin and end outside of a block."""
-    _current.set(permit)
+    _current.set(None if permit is None else weakref.ref(permit))
 
 
 def _worse(first: Classified | None, second: Classified) -> Classified:

@@ -59,4 +59,11 @@ async def perform_async(steps: Generator[S, Any, T], do: Callable[[S], Awaitable
         try:
             come, error = await do(step), None
         except BaseException as exc:  # noqa: BLE001  # also a cancellation: the steps clean up after themselves
-            come, error = None, exc
+            come, error = None, _thrown_away(exc) or exc
+
+
+def _thrown_away(exc: BaseException | None) -> GeneratorExit | None:
+    """Whether the coroutine was thrown away, which a client library's own clean-up may have put another error over."""
+    while exc is not None and not isinstance(exc, GeneratorExit):
+        exc = exc.__context__
+    return exc

@@ -102,7 +102,9 @@ class GuardMiddleware(Middleware):
         if sum(isinstance(one, GuardMiddleware) for one in broker.middleware) > 1:
             _refuse(broker, worker, "GuardMiddleware was added to the broker more than once: add it once")
         if broker in _members:
-            _refuse(broker, worker, "a worker of this broker runs in this process already: give each its own broker")
+            # Nothing is ended here: what the first worker's middleware has begun is its own.
+            msg = "a worker of this broker runs in this process already: give each its own broker"
+            raise RefusedAtBoot(msg)
         names = [type(one).__name__ for one in broker.middleware]
         here = names.index(type(self).__name__)
         misplaced = sorted(_BEFORE.intersection(names[here:]) | _AFTER.intersection(names[:here]))

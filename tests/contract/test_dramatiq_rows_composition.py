@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 
@@ -14,6 +15,7 @@ from dramatiq.middleware.prometheus import Prometheus
 from dramatiq.middleware.shutdown import Shutdown
 from dramatiq.threading import raise_thread_exception
 
+from guard_middleware import ConfigurationError
 from guard_middleware.core.commands import Action, Operate
 from tests.support.bench import interruptible_wait
 from tests.support.deployment import wait_until
@@ -168,6 +170,44 @@ def test_row_18_waiting_counts_as_age_and_a_message_too_old_takes_no_permit(make
     assert len(bench.dead()) == 1
 
 
+ODD_AGES = [
+    *({"max_age": age} for age in ("10", float("inf"), float("nan"), -5, True, [10], 1.5)),
+    *({"max_age": 10, "timestamp": timestamp} for timestamp in ("x", None, 1.5, 10**18)),
+]
+"""What other tools may write into a message."""
+
+
+def what_becomes_of(bench, odd, waiting=0):
+    """Let the broker have messages of other tools, and return which of them ran and which are dead, by number."""
+    work = bench.actor(lambda: None, actor_name="work", max_retries=0)
+    for number, fields in enumerate(odd):
+        made = work.message_with_options(redis_message_id=f"m{number}", max_age=fields["max_age"]).asdict()
+        made["message_id"] = f"m{number}"
+        made["message_timestamp"] = fields.get("timestamp", made["message_timestamp"] - 60)
+        bench.broker.client.hset(f"{bench.namespace}:default.msgs", f"m{number}", json.dumps(made))
+        bench.broker.client.rpush(f"{bench.namespace}:default", f"m{number}")
+    bench.start(threads=1)
+    if waiting:
+        bench.wait_parked(waiting)
+        bench.resume()
+    wait_until(lambda: not bench.stored(), 10)
+    assert bench.threads_alive()
+    return sorted(bench.ended), sorted(one.message_id for one in bench.dead())
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "from the line"])
+def test_row_18_an_age_or_a_time_of_an_odd_type_is_dramatiqs_own_business(make_bench, namespace, waits):
+    """What the age limit cannot compare it lets run, and what it can it dead-letters: with a guard or without."""
+    ended, dead = what_becomes_of(make_bench(is_guarded=False, namespace=f"{namespace}-plain"), ODD_AGES)
+    assert len(ended) == 7
+    assert len(dead) == len(ODD_AGES) - 7
+    bench = make_bench()
+    if waits:
+        bench.pause()
+    assert what_becomes_of(bench, ODD_AGES, waiting=len(ended) if waits else 0) == (ended, dead)
+    bench.wait_idle()
+
+
 def test_row_19_a_time_limit_inside_the_admission_strands_neither_message_nor_permit(make_bench, monkeypatch):
     """The time limit is raised anywhere, also while the store is asked: what was given is released at once."""
     # Given an admission that is interrupted after the store has carried it out, before its answer is read
@@ -299,6 +339,28 @@ def test_row_22_the_next_of_a_pipeline_is_sent_once_with_the_true_value(make_ben
     bench.wait_idle()
     assert got == [5]
     assert enqueues.before == [("first", None), ("last", 70), ("last", None)]  # delayed, then promoted
+
+
+@pytest.mark.parametrize(
+    "options", [{"guard_priority": "urgent"}, {"guard_cost": 0}, {"guard_model": "chatt"}], ids=str
+)
+def test_row_22_the_next_of_a_pipeline_with_a_wrong_option_is_dead_lettered_not_lost(make_bench, options):
+    """It is enqueued in an after-hook, where an error would be swallowed: the first is done, the next is kept."""
+    bench = make_bench()
+    first = bench.actor(lambda: 5, actor_name="first")
+    last = bench.actor(lambda _: None, actor_name="last")
+    bench.start(threads=1)
+    message = first.message()
+    last_message = last.message_with_options(args=(), **options)
+    pipeline([message, last_message], broker=bench.broker).run()
+    wait_until(bench.dead, 5)
+    bench.wait_idle()
+    assert bench.count_of(message) == (1, 1)
+    assert bench.count_of(last_message) == (0, 0)
+    assert [one.message_id for one in bench.dead()] == [last_message.message_id]
+    # Who sends such a message by hand is still told at once
+    with pytest.raises(ConfigurationError, match="last"):
+        last.send_with_options(args=(1,), **options)
 
 
 def test_row_23_a_groups_completion_fires_once_after_all_members_have_run(make_bench):

@@ -13,6 +13,7 @@ from dramatiq.middleware.shutdown import Shutdown
 from dramatiq.threading import raise_thread_exception
 
 from guard_middleware import AdmissionDenied
+from guard_middleware.core.commands import Action, Operate
 from tests.support.bench import LEASE_S, interruptible_wait, stubborn_wait
 from tests.support.deployment import wait_until
 
@@ -289,6 +290,51 @@ def test_a_time_limit_counts_as_one_time_out_and_the_message_waits_for_the_serve
     bench.wait_idle()
     assert bench.count_of(message) == (2, 1)
     assert bench.threads_alive()
+
+
+class OverloadedError(Exception):
+    """What a client raises for a server that sheds load."""
+
+    status_code = 503
+
+
+def test_three_overloads_of_an_undecorated_actor_trip_the_breaker(make_bench):
+    """A message with `guard_model` among its options: nothing stands around its body, and still its end counts."""
+    bench = make_bench(model_breaker_fail_threshold=3, model_breaker_base_cooldown_s=20)
+
+    def body():
+        raise OverloadedError
+
+    work = bench.actor(body, actor_name="work", model=None, max_retries=0)
+    bench.start(threads=1)
+    for count in range(3):
+        assert bench.snapshot().endpoints["chat"].breaker == "closed"
+        work.send_with_options(guard_model="chat")
+        wait_until(lambda wanted=count + 1: len(bench.dead()) == wanted, 5)  # the guard lets Dramatiq have its way
+    endpoint = bench.snapshot().endpoints["chat"]
+    assert (endpoint.breaker, endpoint.trips, endpoint.in_flight) == ("open", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("ending", "breaker"), [("returns", "closed"), ("is overloaded", "open"), ("is skipped", "half_open")]
+)
+def test_a_probe_of_an_undecorated_actor_tells_how_it_has_ended(make_bench, ending, breaker):
+    """A body that returned closes the breaker, an overload opens it again, one that never began says nothing."""
+    acts = Acts(lambda message: skip(message) if ending == "is skipped" else None)
+    bench = make_bench(after=[acts], model_breaker_base_cooldown_s=20)
+
+    def body():
+        if ending == "is overloaded":
+            raise OverloadedError
+
+    work = bench.actor(body, actor_name="work", model=None, max_retries=0)
+    bench.start(threads=1)
+    bench.store.operate(Operate(action=Action.OPEN, target="chat", value=100))
+    wait_until(lambda: bench.snapshot().endpoints["chat"].breaker == "half_open", 5)
+    work.send_with_options(guard_model="chat")
+    wait_until(lambda: acts.acted == 1, 5)
+    bench.wait_idle()
+    assert bench.snapshot().endpoints["chat"].breaker == breaker
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["as it is", "in a client's own error"])

@@ -196,7 +196,7 @@ def test_what_is_no_model_no_priority_or_no_time_is_refused_before_anything_is_a
             await face.try_permit("chatt")
         with pytest.raises(ConfigurationError, match="background_ingestion"):
             await hold(face, priority="urgent")
-        for timeout in (-1, float("nan")):
+        for timeout in (-1, float("nan"), None, "5", True):
             with pytest.raises(ConfigurationError, match="timeout"):
                 await hold(face, timeout=timeout)
 

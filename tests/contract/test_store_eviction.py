@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from guard_middleware import AdmissionDenied
 from guard_middleware.core.commands import Ask, Beat, Configure, Status
 from guard_middleware.core.values import EndpointSpec, Published
 from guard_middleware.store.redis import RedisStore
@@ -24,3 +27,32 @@ def test_evicted_record_of_a_lease_stops_nobody(redis_url, namespace):
     reply = store.admit(Ask(process="p", lease="m", endpoint="e", rank=1, cost=4))
     assert reply.status is Status.ADMITTED
     store.close()
+
+
+@pytest.mark.parametrize("evicted", [1, 3], ids=["of one", "of all"])
+def test_evicted_record_of_a_parked_message_stops_nobody_and_the_message_runs(make_bench, evicted):
+    """Every verb goes on, for this endpoint and for others; who has no record is let go by the place in the line."""
+    # Given messages that wait, and have no records any more
+    bench = make_bench(models={"chat": {"max_concurrent_requests": 1}, "other": {"max_concurrent_requests": 4}})
+    work = bench.actor(lambda: None, actor_name="work")
+    bench.start(threads=2)
+    bench.pause()
+    messages = [work.send() for _ in range(3)]
+    ids = bench.wait_parked(3)
+    records = f"guard:{{{bench.namespace}}}:parked:chat\x1f{bench.namespace}\x1fdefault"
+    assert bench.store.client.hdel(records, *ids[:evicted]) == evicted
+    # When every verb is used, Then it is answered
+    bench.guard.permit("other", timeout=3).release()
+    with pytest.raises(AdmissionDenied, match="paused"):
+        bench.guard.permit("chat", timeout=0.2)
+    bench.member.heartbeat.configure()
+    bench.member.heartbeat.beat()
+    assert sorted(bench.parked()) == sorted(ids)
+    assert sum(bench.snapshot().endpoints["chat"].waiting.values()) == 3
+    # And once they may, all run, once each
+    bench.resume()
+    bench.wait_ended(*messages)
+    bench.wait_idle()
+    assert set(bench.counts().values()) == {1}
+    assert bench.most == 1
+    assert bench.dead() == []
