@@ -238,7 +238,8 @@ def test_actor_that_calls_the_fallback_it_was_given_uses_its_own_permit(face):
     for namespace, asked in (("default", "primary"), ("another", "a")):
         guard = face.guard()
         outer = {"endpoint": A, "model": "primary", "priority": Priority.HYDRATION, "cost": 1, "probe": False}
-        set_current(Permit(**outer, release=lambda ended: None, namespace=namespace, lease="x"))
+        permit = Permit(**outer, release=lambda ended: None, namespace=namespace, lease="x")
+        set_current(permit)
         try:
             face.ask(guard, httpx.Response(200))
         finally:
