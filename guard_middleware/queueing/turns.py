@@ -119,6 +119,8 @@ class Turns:
             return
         set_message_priority(asked.priority)
         holding: Holding | None = private.handed_over(proxy)
+        if holding is None and self._heartbeat.leaving and private.delivery_id_of(proxy):
+            self._leave_aside(proxy)  # the others run it: here it would hold the worker's end up, or be cut off
         if holding is None:
             self._ask(proxy, asked, new_id(), confirm=False)
             return

@@ -14,6 +14,7 @@ from dramatiq.threading import raise_thread_exception
 
 from guard_middleware import AdmissionDenied
 from guard_middleware.core.commands import Action, Operate
+from guard_middleware.queueing.middleware import member_of
 from tests.support.bench import LEASE_S, interruptible_wait, stubborn_wait
 from tests.support.deployment import wait_until
 
@@ -433,6 +434,28 @@ def test_a_thread_that_died_is_not_waited_for(make_bench):
     bench.resume()
     bench.wait_ended(message)
     wait_until(lambda: bench.leases() == 0, AT_ONCE_S)
+
+
+def test_a_worker_that_is_about_to_stop_begins_nothing_more(make_bench):
+    """A message that it had fetched already goes back, and runs once, elsewhere."""
+    bench = make_bench(models={"chat": {"max_concurrent_requests": 2}})
+    gate = bench.gate()
+    work = bench.actor(lambda: gate.wait(10), actor_name="work")
+    worker = bench.start(threads=1)
+    first, second = work.send(), work.send()
+    wait_until(lambda: len(bench.begun) == 1 and worker.work_queue.qsize() == 1, 5)
+    begun = next(one for one in (first, second) if one.message_id in bench.begun)
+    fetched = second if begun is first else first
+    member_of(bench.broker).leave()
+    gate.set()
+    bench.wait_ended(begun)
+    worker.stop()
+    bench.workers.remove(worker)
+    assert bench.count_of(fetched) == (0, 0)
+    bench.start(threads=1)
+    bench.wait_ended(fetched)
+    bench.wait_idle()
+    assert bench.count_of(fetched) == (1, 1)
 
 
 @pytest.mark.parametrize("polite", [True, False])
