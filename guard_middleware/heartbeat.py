@@ -322,6 +322,8 @@ class Heartbeat:
                 self.holdings.mark_stolen(reply.stolen)
                 events.warning("guard.message_taken_over", leases=len(reply.stolen))
             self._handle(reply, sent_at_s)
+            if self.waiting and not beat.take and not self._leaving and self.host.idle() > 0:
+                self.poke()  # a thread has become idle since the beat was made, and nobody else says so
         finally:
             self.holdings.settled(beat.id)
         return asserts

@@ -314,6 +314,8 @@ class Turns:
     def acked(self) -> None:
         """This thread is done with its message."""
         self.in_message.discard(threading.get_ident())
+        if self._heartbeat.waiting and not self._heartbeat.leaving:  # it was notified while no thread was idle
+            self._heartbeat.poke(extra=1)
 
     def _give_up(self, proxy: MessageProxy, taken: Holding) -> None:
         """Another middleware ended a taken message before the guard saw it."""

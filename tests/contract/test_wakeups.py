@@ -344,18 +344,20 @@ def test_newcomers_never_get_the_unit_of_a_process_that_was_woken(make_bench, ma
         thread.start()
     # When the holder lets go, twenty times, while a message waits
     handed_over = []
-    for number in range(20):
-        permit = holder.permit("chat", timeout=10)
-        actor.send()
-        bench.wait_parked(1)
-        with lock:
-            since = len(order)
-        permit.release()
-        wait_until(lambda number=number: len(bench.ended) > number, 10, every_s=0.002)
-        handed_over.append(order[since])
-    is_over.set()
-    for thread in threads:
-        thread.join(10)
+    try:
+        for number in range(20):
+            permit = holder.permit("chat", timeout=10)
+            actor.send()
+            bench.wait_parked(1)
+            with lock:
+                since = len(order)
+            permit.release()
+            wait_until(lambda number=number: len(bench.ended) > number, 10, every_s=0.002)
+            handed_over.append(order[since])
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(10)
     # Then the message was the first each time, newcomers got what was left, and never two ran
     assert handed_over == ["waiter"] * 20
     assert "newcomer" in order
