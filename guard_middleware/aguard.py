@@ -7,7 +7,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Self
 
 from guard_middleware.calls import acquire, ending, give_back_unused, release
-from guard_middleware.core.commands import Ask
+from guard_middleware.core.commands import Ask, Finish, Operate
 from guard_middleware.errors import AdmissionDenied
 from guard_middleware.guard import Guard, default_guard
 from guard_middleware.permit import AsyncPermit
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from guard_middleware.calls import CallOff
     from guard_middleware.config import GuardSettings
-    from guard_middleware.core.commands import Finish, Reply, Snapshot
+    from guard_middleware.core.commands import Reply, Snapshot
     from guard_middleware.core.outcome import Classified
     from guard_middleware.heartbeat import Heartbeat
     from guard_middleware.priority import Priority
@@ -140,8 +140,10 @@ class AsyncGuard:
                     await asyncio.to_thread(heartbeat.carry_out, step)
                 case Ask():
                     return await store.admit(step)
-                case _:
+                case Finish():
                     return await store.finish(step)
+                case Operate():
+                    return await store.operate(step)
             return None
 
         ears = [one for one in (heartbeat, call_off) if ask.wait and one is not None]
@@ -218,6 +220,9 @@ class _InThreads:
 
     async def finish(self, command: Finish) -> Reply:
         return await asyncio.to_thread(self._store.finish, command)
+
+    async def operate(self, command: Operate) -> Reply:
+        return await asyncio.to_thread(self._store.operate, command)
 
     async def snapshot(self) -> Snapshot:
         return await asyncio.to_thread(self._store.snapshot)

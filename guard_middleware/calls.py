@@ -85,16 +85,18 @@ def acquire(
             if reply.status is not Status.WAITING or left_s <= 0:
                 break
             yield Hear(min(left_s, heartbeat.heartbeat_s))
-        _deny(ask, reply, priority)
+        if ask.wait:  # before it is denied, so that who looks then finds nothing of it
+            yield from heartbeat.withdrawing(ask.lease)
     except GeneratorExit:  # thrown away: this may be the garbage collector, so no lock is taken
         heartbeat.give_up(Operate(action=Action.WITHDRAW, target=ask.lease))
         raise
     except BaseException as exc:
-        # A refusal keeps nothing; all else may be in the line, or have a lease by now.
-        if ask.wait or not isinstance(exc, AdmissionDenied | ConfigurationError):
+        # Where nothing waits, wrong configuration leaves nothing; all else may be in the line, or have a lease by now.
+        if ask.wait or not isinstance(exc, ConfigurationError):
             heartbeat.operate_later(Operate(action=Action.WITHDRAW, target=ask.lease))
         heartbeat.abandon(ask.lease)
         raise
+    _deny(ask, reply, priority)
 
 
 def release(heartbeat: Heartbeat, holding: Holding, ended: Classified) -> Generator[Step, Any, None]:

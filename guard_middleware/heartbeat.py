@@ -153,6 +153,8 @@ class Heartbeat:
             return self.store.admit(step)
         if isinstance(step, Finish):
             return self.store.finish(step)
+        if isinstance(step, Operate):
+            return self.store.operate(step)
         self.configure()  # `Publish`; the steps of waiting callers belong to their faces
         return self.beat()
 
@@ -191,6 +193,19 @@ class Heartbeat:
     def admit(self, ask: Ask) -> tuple[Reply, Holding | None]:
         """Ask once, in this thread: see `asking`."""
         return perform(self.asking(ask), self.carry_out)
+
+    def withdrawing(self, lease: str) -> Generator[Step, Any, None]:
+        """Take a waiting caller out of the line, and give back what it was given meanwhile; a beat does it if need be."""
+        withdraw = Operate(action=Action.WITHDRAW, target=lease)
+        sent_at_s = time.monotonic()
+        try:
+            if self._leaving:  # nobody waits for a store that may be away; the goodbye does as much
+                self.operate_later(withdraw)
+            else:
+                self._handle((yield withdraw), sent_at_s)
+        except StoreUnavailable:
+            self.operate_later(withdraw)
+        self.holdings.settled(lease)
 
     def abandon(self, command_id: str) -> None:
         """Stop waiting for a command: whatever it was given goes back with the next beat."""

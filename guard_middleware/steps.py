@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from guard_middleware.core.commands import Ask, Finish
+from guard_middleware.core.commands import Ask, Finish, Operate
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator
@@ -27,8 +27,8 @@ class Publish:
     """Tell the store of this process and its endpoints."""
 
 
-Step = Ask | Finish | Hear | Publish
-"""What a face carries out; an `Ask` and a `Finish` go to the store and give its `Reply`."""
+Step = Ask | Finish | Operate | Hear | Publish
+"""What a face carries out; commands go to the store and give its `Reply`."""
 
 S = TypeVar("S")
 T = TypeVar("T")

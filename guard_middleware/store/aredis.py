@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from typing import Self
 
-    from guard_middleware.core.commands import Ask, Finish, Reply, Snapshot
+    from guard_middleware.core.commands import Ask, Finish, Operate, Reply, Snapshot
 
 MOST_AT_ONCE = 32
 """Commands on their way at the same time, each on a connection of its own; the tasks behind them go in order."""
 
 
 class AsyncRedisStore:
-    """Admit, finish and snapshot in one database of a Redis or Valkey server, for the tasks of one event loop."""
+    """Admit, finish, operate and snapshot in one database of a Redis or Valkey server, for the tasks of one event loop."""
 
     def __init__(self, client: redis.asyncio.Redis, namespace: str, timeout_s: float = 2.0) -> None:
         """Prepare; nothing is connected before the first verb.
@@ -85,6 +85,10 @@ class AsyncRedisStore:
     async def finish(self, command: Finish) -> Reply:
         """Release a lease and count its outcome."""
         return codec.decode_reply(await self._run(codec.encode_finish(command)))
+
+    async def operate(self, command: Operate) -> Reply:
+        """Let a waiting caller leave the line."""
+        return codec.decode_reply(await self._run(codec.encode_operate(command)))
 
     async def snapshot(self) -> Snapshot:
         """Read everything, change nothing."""

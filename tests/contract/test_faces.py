@@ -146,7 +146,7 @@ def test_a_wait_that_is_over_says_why_and_leaves_nothing(play, action, reason):
         denied = caught.value
         assert (denied.model, denied.priority, denied.reason) == ("chat", "interactive", reason)
         assert denied.retry_after_ms > 0
-        await until(lambda: face.truth.waiting() == 0)
+        assert face.truth.waiting() == 0
         assert set(face.truth.leases()) == {held.lease}
         held.release()
 
