@@ -138,12 +138,8 @@ class AsyncGuard:
                     granted.clear()
                 case Publish():
                     await asyncio.to_thread(heartbeat.carry_out, step)
-                case Ask():
-                    return await store.admit(step)
-                case Finish():
-                    return await store.finish(step)
-                case Operate():
-                    return await store.operate(step)
+                case Ask() | Finish() | Operate():
+                    return await _carry_out(step, store)
             return None
 
         ears = [one for one in (heartbeat, call_off) if ask.wait and one is not None]
@@ -200,6 +196,14 @@ class AsyncGuard:
         """The life line of this process's callers; its start waits for the store, so it is made beside the loop."""
         started = self.guard.started
         return await asyncio.to_thread(self.guard.heartbeat) if started is None else started
+
+
+async def _carry_out(command: Ask | Finish | Operate, store: AsyncRedisStore | _InThreads) -> Reply:
+    if isinstance(command, Ask):
+        return await store.admit(command)
+    if isinstance(command, Finish):
+        return await store.finish(command)
+    return await store.operate(command)
 
 
 def _at_once(take_back: Callable[[Classified], None]) -> Callable[[Classified], Awaitable[None]]:

@@ -195,7 +195,7 @@ class Heartbeat:
         return perform(self.asking(ask), self.carry_out)
 
     def withdrawing(self, lease: str) -> Generator[Step, Any, None]:
-        """Take a waiting caller out of the line, and give back what it was given meanwhile; a beat does it if need be."""
+        """Take a waiting caller out of the line and give back what it was given; if that fails, a beat does it."""
         withdraw = Operate(action=Action.WITHDRAW, target=lease)
         sent_at_s = time.monotonic()
         try:

@@ -38,7 +38,7 @@ MOST_AT_ONCE = 32
 
 
 class AsyncRedisStore:
-    """Admit, finish, operate and snapshot in one database of a Redis or Valkey server, for the tasks of one event loop."""
+    """Four of the verbs in one database of a Redis or Valkey server, for the tasks of one event loop."""
 
     def __init__(self, client: redis.asyncio.Redis, namespace: str, timeout_s: float = 2.0) -> None:
         """Prepare; nothing is connected before the first verb.
