@@ -110,8 +110,7 @@ class Beats:
             if not self._poked and now_s < min(next_beat_s, self._timer_at_s):
                 return None
             extra, self._extra, self._poked = self._extra, 0, False
-            if now_s >= self._timer_at_s:
-                self._timer_at_s = float("inf")
+            self._timer_at_s = float("inf")  # the answer names the next instant anew
             return extra
 
 

@@ -282,6 +282,20 @@ def test_far_timer_never_hides_a_notification():
         wait_until(lambda: len(counted.at) == 6, SOON_S, "the near instant")
 
 
+def test_timer_for_the_next_regular_beat_adds_none():
+    """While all wait, each answer names an instant one interval ahead: the beats come singly, not in pairs."""
+    every_s, lasts_s = 0.05, 1.0
+    counted = Counted()
+    counted.beats = Beats(
+        lambda _: (counted.at.append(time.monotonic()), counted.beats.beat_in(round(every_s * 1_000))),
+        every_s=every_s,
+        unavailable=lambda _: None,
+    )
+    with counted:
+        time.sleep(lasts_s)
+    assert 2 <= len(counted.at) <= (counted.at[-1] - counted.at[0]) / every_s + 1.5
+
+
 def test_worker_that_waits_for_a_far_cooldown_starts_at_once_what_is_free_before(make_bench, make_guard):
     """One endpoint is closed for 20 s. A release at another, and a short cooldown at a third, are not overslept."""
     # Given a worker with a message parked at each of three endpoints, two of them with breakers forced open
