@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.bench import UnfinishedError, seed, until
 from benchmarks.plan import DEEP, MODEL
 from benchmarks.workers import dramatiq_workers
+from guard_middleware.core.commands import Action, Operate
 from guard_middleware.testing.model_server import use_of_ceiling
 
 if TYPE_CHECKING:
     from benchmarks.bench import Bench, Deployment
     from benchmarks.plan import System
-    from guard_middleware import Permit
 
 PARKS_PER_S = 500
 """The fewest that are waited for."""
@@ -23,8 +23,8 @@ PARKS_PER_S = 500
 def measure(bench: Bench, system: System, waiting: int, messages: int) -> dict[str, Any]:
     """Let so many messages wait, and look at the first that get through.
 
-    For the guard every message is parked first, behind permits that this process holds. The others have no such place:
-    their backlog is what stands in Dramatiq's queues.
+    For the guard every message is parked first, while the endpoint is paused. The others have no such place: their
+    backlog is what stands in Dramatiq's queues.
 
     Args:
         bench: where.
@@ -41,20 +41,23 @@ def measure(bench: Bench, system: System, waiting: int, messages: int) -> dict[s
     messages = min(messages, waiting)
     with bench.deployment(DEEP, system.kind) as one:
         environment = one.environment | {"BENCH_BACKOFF_MS": str(system.backoff_ms)}
-        with dramatiq_workers(system.threads(DEEP), "calls", environment) as workers, ExitStack() as held:
+        with (
+            dramatiq_workers(system.threads(DEEP), "calls", environment) as workers,
+            closing(one.guard().reader()) as store,
+        ):
             bench.forget_slow()
             before_mb = workers.memory_mb()
             began = time.monotonic()
             seed(one, "call", "calls", waiting, guard_priority=system.priority)
+            parked_s = None
             if system.kind == "guard":
-                _hold_all(one, held)
+                store.operate(Operate(action=Action.PAUSE, target=MODEL))
                 workers.open_gate()
                 _wait_parked(one, waiting)
                 parked_s = time.monotonic() - began
-            else:
-                parked_s = None
             calls = waiting + bench.script_calls()
-            held.close()
+            if system.kind == "guard":
+                store.operate(Operate(action=Action.RESUME, target=MODEL))
             workers.open_gate()
 
             def is_done() -> bool:
@@ -78,20 +81,6 @@ def measure(bench: Bench, system: System, waiting: int, messages: int) -> dict[s
         "worker_mb_after": after_mb,
         **slow,
     }
-
-
-def _hold_all(one: Deployment, held: ExitStack) -> None:
-    """Hold every permit until the stack is closed. None is entered before: who is in one gets the next from it."""
-    guard = one.guard()
-    held.callback(guard.close)
-    permits = [guard.permit(MODEL, priority="interactive") for _ in range(DEEP.ceiling)]
-    for permit in permits:
-        held.callback(_release, permit)
-
-
-def _release(permit: Permit) -> None:
-    with permit:
-        pass
 
 
 def _wait_parked(one: Deployment, waiting: int) -> None:
