@@ -348,7 +348,7 @@ class Heartbeat:
         self._note(reply)
         if reply.takes:
             new = [take for take in reply.takes if self.holdings.find(take.lease) is None]  # I11: a repeated answer
-            self.host.deliver([(take, self.holdings.taken(take, sent_at_s) if take.lease else None) for take in new])
+            self.host.deliver([(take, self.holdings.taken(take, sent_at_s)) for take in new])
 
     def _note(self, reply: Reply) -> None:
         if reply.epoch:

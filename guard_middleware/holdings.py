@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from guard_middleware.core.commands import Finish, Held, Message, Take
+from guard_middleware.core.values import NOWHERE
 
 if TYPE_CHECKING:
     from guard_middleware.core.commands import Ask, Operate, Reply
@@ -142,15 +143,15 @@ class Holdings:
             fresh_s: how old its last confirmation may be, in seconds.
 
         Returns:
-            True: begin. False: ask first, the lease may be out of date; until that is answered it is not given
-            back. None: it was given back.
+            True: begin. False: ask first, the lease may be out of date, or is no permit; until that is answered it is
+            not given back. None: it was given back.
         """
         with self._lock:
             if holding.lease not in self._held:
                 return None
             present = self._generations.get(holding.endpoint, 0)
             fresh = time.monotonic() - holding.confirmed_at_s < fresh_s
-            if holding.lost or not fresh or holding.generation != present:
+            if holding.endpoint == NOWHERE or holding.lost or not fresh or holding.generation != present:
                 self._outstanding.add(holding.lease)
                 return False
             holding.running = True

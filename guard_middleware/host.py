@@ -25,8 +25,8 @@ class Host(Protocol):
         """The queues consumed now, as (namespace, queue)."""
         ...
 
-    def deliver(self, takes: Iterable[tuple[Take, Holding | None]]) -> None:
-        """Run what was handed over; a take without a holding is too old and has no permit."""
+    def deliver(self, takes: Iterable[tuple[Take, Holding]]) -> None:
+        """Run what was handed over."""
         ...
 
     def beaten(self) -> None:
@@ -47,7 +47,7 @@ class NoWorker:
         """No queue is consumed."""
         return ()
 
-    def deliver(self, takes: Iterable[tuple[Take, Holding | None]]) -> None:
+    def deliver(self, takes: Iterable[tuple[Take, Holding]]) -> None:
         """Nothing was asked for, so nothing comes."""
 
     def beaten(self) -> None:

@@ -229,11 +229,12 @@ class Operate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Take:
-    """A message handed over with its permit.
+    """A message handed over, with a permit if it may run.
 
     Attributes:
-        lease: id of its new lease; "" for one that is too old and goes to its broker's age limit without a permit.
-        endpoint: the endpoint chosen.
+        lease: id of its new lease.
+        endpoint: the endpoint chosen; `NOWHERE` for one that has no permit: it is too old, or too costly for ever, and
+            its broker ends it.
         home: the endpoint in whose line it stood.
         generation: the breaker's generation of the lease.
         probe: it is the breaker's probe.

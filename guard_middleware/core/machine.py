@@ -13,7 +13,7 @@ from guard_middleware.core.admission import GroupView, View
 from guard_middleware.core.breaker import Breaker, Phase
 from guard_middleware.core.configuration import effective
 from guard_middleware.core.state import BrokerState, GuardState, Lease, Line, Parked
-from guard_middleware.core.values import BACKGROUND_RANK
+from guard_middleware.core.values import BACKGROUND_RANK, NOWHERE
 
 if TYPE_CHECKING:
     from guard_middleware.core.commands import Ask, Message
@@ -217,8 +217,8 @@ class Machine:
         """Record a lease; in half-open it takes the probe's role. A role that had passed on ends its generation."""
         state = self.state
         breaker = self.breaker(lease.endpoint)
-        spec = state.specs[lease.endpoint]
-        probe = not lease.hold and spec.breaker and breaker.phase(self.now_ms) is Phase.HALF_OPEN
+        spec = state.specs.get(lease.endpoint)
+        probe = not lease.hold and spec is not None and spec.breaker and breaker.phase(self.now_ms) is Phase.HALF_OPEN
         if probe:
             breaker = replace(
                 breaker,
@@ -229,7 +229,7 @@ class Machine:
             state.breakers[lease.endpoint] = breaker
         lease = replace(lease, generation=breaker.generation)
         state.leases[lease_id] = lease
-        if lease.rank >= BACKGROUND_RANK and not lease.hold:
+        if lease.rank >= BACKGROUND_RANK and not lease.hold and lease.endpoint != NOWHERE:
             state.background_at[lease.endpoint] = self.now_ms
             state.background_at[lease.home] = self.now_ms
         return lease, probe

@@ -12,6 +12,7 @@ from guard_middleware.core.breaker import Breaker
 from guard_middleware.core.commands import Action, EndpointSnapshot, Reply, Snapshot, Status
 from guard_middleware.core.held import Keeper
 from guard_middleware.core.machine import DRAIN_BATCH
+from guard_middleware.core.values import NOWHERE
 
 if TYPE_CHECKING:
     from guard_middleware.core.commands import Operate
@@ -115,7 +116,7 @@ class Operator(Keeper):
             leases={
                 lease_id: (lease.endpoint, lease.cost, lease.process)
                 for lease_id, lease in state.leases.items()
-                if lease.expires_at_ms > now_ms
+                if lease.expires_at_ms > now_ms and lease.endpoint != NOWHERE
             },
             processes={process: known.idle for process, known in state.processes.items()},
             lines={

@@ -109,7 +109,7 @@ class Reference(Operator):
             self.enter(line, waiter, parked)
             self.state.processes[command.process].idle = self._idle_parked(command)
             serving = self.serve(command.process, command.take, command.lease)
-            takes = tuple(take.lease for take in serving.takes if take.lease)
+            takes = tuple(take.lease for take in serving.takes)
             self.bury(command.lease, Status.PARKED, reason, retry_after_ms, takes)
             return self.answer(
                 Status.PARKED, command.process, reason=reason, retry_after_ms=retry_after_ms, serving=serving
@@ -168,7 +168,7 @@ class Reference(Operator):
         if status is Status.FINISHED and message is not None:
             self.state.parked.pop(((command.home, message.namespace, message.queue), message.id), None)
         serving = self.serve(command.process, command.take, command.lease)
-        takes = tuple(take.lease for take in serving.takes if take.lease)
+        takes = tuple(take.lease for take in serving.takes)
         self.bury(command.lease, status, reason, 0, takes)
         return self.answer(status, command.process, reason=reason, serving=serving)
 

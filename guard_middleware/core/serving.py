@@ -12,6 +12,7 @@ from guard_middleware.core.admission import never_fits, takes_from_others
 from guard_middleware.core.breaker import Phase
 from guard_middleware.core.commands import Message, Take
 from guard_middleware.core.machine import HOLD_PREFIX
+from guard_middleware.core.values import NOWHERE
 from guard_middleware.core.waiting import PROBE_SCAN, Room
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Servant(Room):
             home = self.view(line[0])
             mine = runner == serving.process and serving.want > 0 and line[1:] != ("", "")
             if mine and home is not None and never_fits(home, parked.cost):
-                self._hand_over_unpermitted(serving, line, waiter)
+                self._take(serving, line, waiter, parked, NOWHERE)
             return
         if by_group and view is not None:
             serving.claimed_groups.add(view.spec.group)
@@ -163,6 +164,7 @@ class Servant(Room):
             serving.woken.append(process)
 
     def _take(self, serving: Serving, line: Line, waiter: str, parked: Parked, endpoint: str) -> None:
+        """Hand a message over to the asking process: to run at an endpoint, or at `NOWHERE`, for its broker to end."""
         payload = self.broker.payload(line[1:], waiter)
         self.leave(line, waiter)
         if payload is None:  # flushed: a ghost never counts as a take
@@ -204,30 +206,4 @@ class Servant(Room):
             if 0 < parked.deadline_ms <= self.now_ms and line[1:] in known.queues and self.stands(line, waiter)
         )
         for _, line, waiter in old[: serving.want]:
-            self._hand_over_unpermitted(serving, line, waiter)
-
-    def _hand_over_unpermitted(self, serving: Serving, line: Line, waiter: str) -> None:
-        """Give a message that can never run to the asking process, without a permit: its broker ends it."""
-        self.leave(line, waiter)
-        parked = self.state.parked.pop((line, waiter))
-        payload = self.broker.payload(line[1:], waiter)
-        if payload is None:
-            return
-        worker = self.state.processes[serving.process].worker
-        self.broker.ack_set(Message(namespace=line[1], queue=line[2], id=waiter, worker=worker)).add(waiter)
-        self._use_thread(serving)
-        serving.takes.append(
-            Take(
-                lease="",
-                endpoint=line[0],
-                home=line[0],
-                generation=0,
-                probe=False,
-                expires_at_ms=0,
-                rank=parked.rank,
-                cost=parked.cost,
-                queue=line[1:],
-                message_id=waiter,
-                payload=payload,
-            )
-        )
+            self._take(serving, line, waiter, self.state.parked[line, waiter], NOWHERE)

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 BACKGROUND_RANK = 3
 """Calls of this rank may not touch the reserve."""
 
+NOWHERE = ""
+"""The endpoint of a lease that uses no capacity: it says where a message is that was handed over without a permit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSpec:

@@ -119,13 +119,11 @@ class Member:
             return ()
         return tuple((namespace, queue) for queue in private.consumed_queues(self.dramatiq_worker))
 
-    def deliver(self, takes: Iterable[tuple[Take, Holding | None]]) -> None:
+    def deliver(self, takes: Iterable[tuple[Take, Holding]]) -> None:
         """Check each message as the consumer would, and give it to the next free thread."""
         for take, holding in takes:
             consumer = private.consumer_of(self.dramatiq_worker, take.queue[1])
             if consumer is None or self.heartbeat.leaving:
-                if holding is None:  # no beat names what has no permit
-                    self.requeue_later(take.queue[1], take.message_id)
                 continue  # what has not begun goes back with a beat
             try:
                 proxy = private.decode(take.payload)
@@ -157,9 +155,13 @@ class Member:
     # -- what goes back --------------------------------------------------------------------------------------------
 
     def release(self, holding: Holding | None) -> None:
+        """Release a lease without an outcome, and take for the thread that would have run its message."""
+        if holding is not None:
+            self.end(holding)
+            self.heartbeat.poke(extra=1)
+
+    def end(self, holding: Holding) -> None:
         """Release a lease without an outcome: now, while its message is unacked, or with a beat if that fails."""
-        if holding is None:
-            return
         finish = Finish(
             process=self.heartbeat.process,
             lease=holding.lease,
@@ -172,7 +174,6 @@ class Member:
         except Exception as exc:  # noqa: BLE001  # whatever it is, the lease ends
             events.debug("guard.release_later", endpoint=holding.endpoint, error=type(exc).__name__)
             self.heartbeat.finish_later(finish)
-        self.heartbeat.poke(extra=1)  # the thread that would have run it can run another one
 
     def requeue_later(self, queue: str, delivery: str) -> None:
         """Let a beat, or the shutdown, put a fetched message back into its queue, by the id of its delivery."""

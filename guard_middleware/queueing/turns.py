@@ -11,6 +11,7 @@ from dramatiq.middleware import Interrupt, SkipMessage
 
 from guard_middleware.calls import never_admissible
 from guard_middleware.core.commands import Ask, Finish, Reply, Status
+from guard_middleware.core.values import NOWHERE
 from guard_middleware.core.verdict import Reason
 from guard_middleware.errors import StoreUnavailable
 from guard_middleware.holdings import new_id
@@ -129,6 +130,9 @@ class Turns:
         match self._heartbeat.holdings.begin(holding, fresh_s=self._heartbeat.lease_s / 2):
             case True:
                 self._start(proxy, asked, holding, probe=holding.probe)
+            case False if holding.endpoint == NOWHERE:  # its ask tells where it is, or that it can never run
+                self.member.end(replace(holding, message=None))
+                self._ask(proxy, asked, new_id(), confirm=False)
             case False:
                 self._ask(proxy, asked, holding.lease, confirm=True)
             case None:

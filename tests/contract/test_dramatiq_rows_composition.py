@@ -17,6 +17,7 @@ from dramatiq.threading import raise_thread_exception
 
 from guard_middleware import ConfigurationError
 from guard_middleware.core.commands import Action, Operate
+from guard_middleware.errors import StoreUnavailable
 from tests.support.bench import interruptible_wait
 from tests.support.deployment import wait_until
 
@@ -168,6 +169,34 @@ def test_row_18_waiting_counts_as_age_and_a_message_too_old_takes_no_permit(make
     bench.wait_idle()
     assert bench.count_of(message) == (0, 0)
     assert len(bench.dead()) == 1
+
+
+def test_row_18_a_message_too_old_whose_reply_is_lost_is_handed_over_again(make_bench, monkeypatch):
+    """I11 for what has no permit: its worker lives on and never heard of it, and it ends all the same."""
+    # Given a worker that does not get the answers with which an old message comes, three times
+    bench = make_bench()
+    work = bench.actor(lambda: None, actor_name="work", max_age=300)
+    bench.start(threads=1)
+    store = bench.member.heartbeat.store
+    sound, lost = store.beat, []
+
+    def beat(command):
+        reply = sound(command)
+        if reply.takes and len(lost) < 3:
+            lost.append(reply.takes)
+            msg = "the reply is lost"
+            raise StoreUnavailable(msg)
+        return reply
+
+    monkeypatch.setattr(store, "beat", beat)
+    # When the message becomes too old, Then it ends among the dead letters, and nothing is left of it
+    with bench.full():
+        message = work.send()
+        wait_until(lambda: [one.message_id for one in bench.dead()] == [message.message_id], 10)
+        assert len(lost) == 3
+        assert bench.leases() == 1
+    bench.wait_idle()
+    assert bench.count_of(message) == (0, 0)
 
 
 ODD_AGES = [

@@ -19,7 +19,7 @@ from guard_middleware.core.commands import (
     Status,
 )
 from guard_middleware.core.outcome import Outcome
-from guard_middleware.core.values import EndpointSpec, Published, Rules
+from guard_middleware.core.values import NOWHERE, EndpointSpec, Published, Rules
 from tests.property.twin import Twin
 
 NAMESPACES = ("da", "db")
@@ -85,10 +85,7 @@ class Play:
             message = Message(
                 namespace=take.queue[0], queue=take.queue[1], id=take.message_id, worker=self.worker(process)
             )
-            if take.lease:
-                self.leases[take.lease] = (process, take.home, take.rank, message, take)
-            else:  # too old, or too costly: the broker ends it
-                self.finish_message(message)
+            self.leases[take.lease] = (process, take.home, take.rank, message, take)
         return reply
 
     def worker(self, process):
@@ -313,6 +310,8 @@ class Play:
         live = {lease: one for lease, one in stored["leases"].items() if one["expires_at_ms"] > now}
         for lease in set(live) - self.known - self.asserted:
             endpoint = live[lease]["endpoint"]
+            if endpoint == NOWHERE:  # it uses nothing
+                continue
             spec = stored["specs"][endpoint]
             ceiling = stored["overrides"].get(endpoint, spec["ceiling"])
             assert sum(one["cost"] for one in live.values() if one["endpoint"] == endpoint) <= ceiling

@@ -16,7 +16,7 @@ from guard_middleware.core.commands import Action, Operate, ParkAs, Status
 from guard_middleware.core.outcome import Outcome
 from guard_middleware.core.reference import Reference
 from guard_middleware.core.state import Process
-from guard_middleware.core.values import Rules
+from guard_middleware.core.values import NOWHERE, Rules
 from guard_middleware.core.verdict import Admit, Reason
 from tests.unit.builders import NAMESPACE, World, spec
 
@@ -174,6 +174,8 @@ class Watched(Reference):
 
     def grant(self, lease_id, lease):
         endpoint, now = lease.endpoint, self.now_ms
+        if endpoint == NOWHERE:  # it uses nothing
+            return super().grant(lease_id, lease)
         if not lease.hold and half_open(self.state, now, endpoint):
             assert not role_taken(self.state, now, endpoint), "I7: a second probe"
         granted = super().grant(lease_id, lease)
@@ -331,8 +333,6 @@ class Chaos:
         """I11: now and then carry a command out ahead of the world, which then repeats it as if its reply was lost."""
         if self.pick([False, True]):
             first = getattr(self.world.rule, verb)(command, self.world.now)
-            if not all(take.lease for take in first.takes):
-                return  # what is handed over without a permit is handed over once
             if first.status is Status.REFUSED and first.reason == Reason.QUEUE_AHEAD:
                 return  # who was ahead has been served or was nobody: a refusal keeps nothing, so this is a new question
             before = without_holds(tidy(self.world.rule))

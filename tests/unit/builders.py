@@ -245,22 +245,19 @@ class World:
     def taken(self, process, reply):
         """The process remembers what a reply handed to it."""
         for take in reply.takes:
-            if take.lease:
-                message = Message(
-                    namespace=take.queue[0], queue=take.queue[1], id=take.message_id, worker=f"w-{process}"
-                )
-                self.workers[process].calls[take.lease] = Call(
-                    process=process,
-                    lease=take.lease,
-                    endpoint=take.endpoint,
-                    home=take.home,
-                    rank=take.rank,
-                    cost=take.cost,
-                    message=message,
-                    generation=take.generation,
-                    probe=take.probe,
-                    live=True,
-                )
+            message = Message(namespace=take.queue[0], queue=take.queue[1], id=take.message_id, worker=f"w-{process}")
+            self.workers[process].calls[take.lease] = Call(
+                process=process,
+                lease=take.lease,
+                endpoint=take.endpoint,
+                home=take.home,
+                rank=take.rank,
+                cost=take.cost,
+                message=message,
+                generation=take.generation,
+                probe=take.probe,
+                live=True,
+            )
 
     # -- time --------------------------------------------------------------------------------------------------------
 

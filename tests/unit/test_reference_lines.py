@@ -8,6 +8,7 @@ import pytest
 
 from guard_middleware.core.commands import Action, ParkAs, Status
 from guard_middleware.core.outcome import Outcome
+from guard_middleware.core.values import NOWHERE
 from guard_middleware.core.verdict import Reason
 from tests.unit.builders import NAMESPACE, World, fill, spec, trip
 
@@ -235,11 +236,12 @@ def test_waiter_that_has_become_impossible_is_handed_to_its_brokers_dead_letters
         world.finish(call)
     reply = world.beat(take=1, idle=1)
 
-    assert [(take.lease, take.message_id) for take in reply.takes] == [("", wide.id)]
+    assert [(take.endpoint, take.message_id) for take in reply.takes] == [(NOWHERE, wide.id)]
     assert world.acks() == {wide.id}
     again = world.admit(world.command(message=wide.message, cost=4, take=1))
     assert again.status is Status.IMPOSSIBLE
     assert not world.rule.state.parked
+    assert world.in_flight() == 0
 
 
 def test_waiting_caller_that_has_become_impossible_is_told_and_leaves_the_line():
@@ -425,10 +427,24 @@ def test_waiter_past_its_deadline_is_handed_over_once_without_a_permit():
     world.jump(1)
     reply = world.beat(take=1, idle=1)
 
-    assert [(take.lease, take.message_id, take.payload) for take in reply.takes] == [("", old.id, old.id.encode())]
+    assert [(take.endpoint, take.message_id) for take in reply.takes] == [(NOWHERE, old.id)]
+    assert reply.takes[0].payload == old.id.encode()
     assert world.in_flight() == 1
     assert world.acks() == {old.id}
     assert world.beat(take=1, idle=1).takes == ()
+
+
+def test_message_that_was_handed_over_for_its_age_comes_back_if_its_process_is_gone():
+    """Nobody lost it: who was handed it names its lease, as with any other; then it goes to who is there."""
+    world = World(spec(ceiling=1), workers=("p", "r"))
+    fill(world, 1, "r")
+    old = world.arrive("p", deadline_ms=world.now + 1_000)
+    world.jump(1_000)
+    assert [take.message_id for take in world.beat("p", take=1, idle=1).takes] == [old.id]
+    world.kill("p")
+    world.pass_time(world.rules.lease_ms + 1)
+
+    assert [(take.endpoint, take.message_id) for take in world.beat("r", take=1, idle=1).takes] == [(NOWHERE, old.id)]
 
 
 def test_deadline_of_a_message_that_runs_in_time_does_nothing():

@@ -267,9 +267,6 @@ def test_command_that_was_resent_out_of_order_brings_nothing_back():
     assert not world.rule.state.parked
 
 
-@pytest.mark.xfail(
-    reason="the tombstone keeps only takes that have a lease; see serving._hand_over_unpermitted", strict=True
-)
 def test_message_handed_over_for_its_age_is_handed_over_again():
     """I11 for takes without a permit: the reply may be the one that was lost."""
     world = World(spec(ceiling=1))

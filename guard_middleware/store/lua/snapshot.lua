@@ -80,14 +80,14 @@ local function snapshot()
 
   local leases, alive = {}, {}
   for _, endpoint in ipairs(record("leased") or {}) do
-    for _, id in ipairs(call("ZRANGEBYSCORE", UNITS .. endpoint, now + 1, "+inf")) do
+    for _, id in ipairs(endpoint ~= "" and call("ZRANGEBYSCORE", UNITS .. endpoint, now + 1, "+inf") or {}) do
       local lease = not id:find("\31", 1, true) and lease_of(id)
       if lease then leases[#leases + 1] = { id, lease.endpoint, lease.cost, lease.process } end
     end
   end
   for _, process in ipairs(call("ZRANGE", root .. "alive", 0, -1)) do
     local known = process_of(process)
-  if known then alive[#alive + 1] = { process, known.idle } end
+    if known then alive[#alive + 1] = { process, known.idle } end
   end
   return { DONE, now, rows, groups, leases, alive, standing }
 end

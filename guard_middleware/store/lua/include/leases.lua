@@ -1,7 +1,8 @@
 --[[
   Leases. `lease:<id>` is either the record of a live lease or, from its end on, its tombstone, never both: a released
   lease does not come back (I5). `units:<endpoint>` has one member for each unit, by expiry: it is the only truth about
-  what is in flight, and an expired unit stops counting at its instant, swept or not.
+  what is in flight, and an expired unit stops counting at its instant, swept or not. A lease at the endpoint "" uses no
+  capacity: it says where a message is that was handed over without a permit.
 ]]
 
 local TEXTS = "^" .. ("([^\31]*)\31"):rep(8) .. "(.*)$"
@@ -92,7 +93,7 @@ local function grant(id, lease)
   if lease.hold then
     process_of(lease.process).held = true
     changed_processes[lease.process] = true
-  elseif lease.rank >= BACKGROUND then
+  elseif lease.rank >= BACKGROUND and lease.endpoint ~= "" then
     one.background_at_ms = now
     endpoint_of(lease.home).background_at_ms = now
     changed_endpoints[lease.endpoint], changed_endpoints[lease.home] = true, true

@@ -10,25 +10,38 @@ local function wake(serving, runner, lease_id)
   serving.notified[runner] = true
 end
 
--- The message goes to an idle thread of the asking process.
-local function hand_over(serving, lease_id, endpoint, generation, probe, expires_at_ms, line, parked, waiter, payload)
-  local parts = lines.parts(line)
-  call("SADD", lines.ack_set(parts.namespace, room.process(serving.process).worker, parts.queue), waiter)
-  set_idle(serving.process, max(0, process_of(serving.process).idle - 1))
-  serving.want = serving.want - 1
-  for _, value in ipairs({
-    lease_id, endpoint, parts.endpoint, generation, probe and 1 or 0, expires_at_ms, parked.rank, parked.cost,
-    parts.namespace, parts.queue, waiter, payload,
-  }) do serving.takes[#serving.takes + 1] = value end
+local function new_lease(endpoint, line, runner, parked)
+  return {
+    endpoint = endpoint, home = lines.parts(line).endpoint, rank = parked.rank, cost = parked.cost,
+    process = runner, place = parked.place, deadline_ms = parked.deadline_ms,
+  }
 end
 
--- Give a message that can never run to the asking process, without a permit: its broker ends it.
-local function hand_over_unpermitted(serving, line, waiter, parked)
+-- The message goes to an idle thread of the asking process: to run at an endpoint, or, at "", for its broker to end it.
+local function take(serving, line, waiter, parked, endpoint)
   local parts = lines.parts(line)
-  lines.leave(line, waiter, parked)
-  lines.forget(line, waiter)
   local payload = call("HGET", lines.messages(parts.namespace, parts.queue), waiter)
-  if payload then hand_over(serving, "", parts.endpoint, 0, false, 0, line, parked, waiter, payload) end
+  lines.leave(line, waiter, parked)
+  if not payload then                 -- flushed: a ghost never counts as a take
+    lines.forget(line, waiter)
+    return
+  end
+  clock.takes = clock.takes + 1
+  local id = epoch .. ":" .. clock.takes
+  local lease, worker = new_lease(endpoint, line, serving.process, parked), room.process(serving.process).worker
+  lease.via = serving.via
+  lease.namespace, lease.queue, lease.message, lease.worker = parts.namespace, parts.queue, waiter, worker
+  if endpoint == "" then may_lease(endpoint) end
+  local probe = give_role(id, endpoint)
+  local expires_at_ms = grant(id, lease)
+  call("SADD", lines.ack_set(parts.namespace, worker, parts.queue), waiter)
+  set_idle(serving.process, max(0, process_of(serving.process).idle - 1))
+  serving.want = serving.want - 1
+  serving.taken[#serving.taken + 1] = id
+  for _, value in ipairs({
+    id, endpoint, parts.endpoint, lease.generation, probe and 1 or 0, expires_at_ms, parked.rank, parked.cost,
+    parts.namespace, parts.queue, waiter, payload,
+  }) do serving.takes[#serving.takes + 1] = value end
 end
 
 -- Hand waiters that are too old to their broker's age limit, without a permit.
@@ -50,40 +63,13 @@ local function hand_over_old(serving)
   end)
   for index = 1, min(serving.want, #old) do
     local line, waiter = old[index].member:match("^(.-\31.-\31.-)\31(.*)$")
-    hand_over_unpermitted(serving, line, waiter, lines.waiter(line, waiter))
+    take(serving, line, waiter, lines.waiter(line, waiter), "")
   end
   for _, full in ipairs(looked) do
     local first = call("ZRANGE", root .. "deadlines:" .. full, 0, 0, "WITHSCORES")[2]
     firsts[full] = first and tonumber(first)
   end
   set_record("deadlines", next(firsts) and firsts or false)
-end
-
-local function new_lease(endpoint, line, runner, parked)
-  return {
-    endpoint = endpoint, home = lines.parts(line).endpoint, rank = parked.rank, cost = parked.cost,
-    process = runner, place = parked.place, deadline_ms = parked.deadline_ms,
-  }
-end
-
-local function take(serving, line, waiter, parked, endpoint)
-  local parts = lines.parts(line)
-  local payload = call("HGET", lines.messages(parts.namespace, parts.queue), waiter)
-  lines.leave(line, waiter, parked)
-  if not payload then                 -- flushed: a ghost never counts as a take
-    lines.forget(line, waiter)
-    return
-  end
-  clock.takes = clock.takes + 1
-  local id = epoch .. ":" .. clock.takes
-  local lease = new_lease(endpoint, line, serving.process, parked)
-  lease.via = serving.via
-  lease.namespace, lease.queue, lease.message = parts.namespace, parts.queue, waiter
-  lease.worker = room.process(serving.process).worker
-  local probe = give_role(id, endpoint)
-  local expires_at_ms = grant(id, lease)
-  serving.taken[#serving.taken + 1] = id
-  hand_over(serving, id, endpoint, lease.generation, probe, expires_at_ms, line, parked, waiter, payload)
 end
 
 -- Nobody idle can run this line now; a caller whose process is gone leaves it.
@@ -156,7 +142,7 @@ local function attempt(serving, line, waiter, aged)
     local own = endpoint_of(home)
     if runner == serving.process and serving.want > 0 and lines.parts(line).full ~= "" and own.named
       and never_fits(own, parked.cost) then
-      hand_over_unpermitted(serving, line, waiter, parked)
+      take(serving, line, waiter, parked, "")
     end
     return
   end
