@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -47,9 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f" (GUARD_REDIS_URL is {guard.settings.redis_url})"  # shown without its credentials (I13)
         store = guard.make_store()
         try:
-            print(_run(parsed, store, guard.settings))
+            print(_run(parsed, store, guard.settings), flush=True)
         finally:
             store.close()
+    except BrokenPipeError:  # whoever read this has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor is there anything to flush at the end
+        return 1
     except GuardError as exc:
         print(f"error: {exc}{where if isinstance(exc, StoreError) else ''}", file=sys.stderr)
         return 1

@@ -68,6 +68,17 @@ def test_a_configuration_that_cannot_work_is_told(capfd):
     assert "bose_ms" in capfd.readouterr().err
 
 
+def test_a_configuration_file_that_is_not_there_is_told(tmp_path, capfd):
+    """One line that names the file, not a traceback."""
+    command = [sys.executable, "-m", "guard_middleware.testing.model_server", "--config", str(tmp_path / "none.json")]
+    done = subprocess.run(command, timeout=20, check=False)
+    told = capfd.readouterr().err
+
+    assert done.returncode == 2
+    assert "none.json cannot be read: No such file" in told
+    assert "Traceback" not in told
+
+
 def test_a_port_that_is_taken_is_told(capfd):
     """Two servers on one port would share its calls; the second one does not start."""
     with ModelServer([FakeEndpoint(name="a")]) as first:

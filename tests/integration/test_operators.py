@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -66,3 +67,21 @@ def test_wrong_model_or_value_is_refused_with_what_to_do(deploy):
     deployment = deploy()
     assert "the nearest is" in run(deployment, "pause", "chta").stderr
     assert "pause it" in run(deployment, "ceiling", "chat", "0").stderr
+
+
+def test_reader_that_has_read_enough_is_no_trouble(deploy):
+    """As with `status | head`: the pipe is closed before all is written, and nothing is said about that."""
+    deployment = deploy()
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as gone:
+        done = subprocess.run(
+            [sys.executable, "-m", "guard_middleware", "status"],
+            env=deployment.worker_env(),
+            stdout=gone,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            check=False,
+        )
+    assert done.stderr == b""
+    assert done.returncode == 1

@@ -38,7 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--detached", action="store_true", help="go on when the process that started this one ends")
     parser.add_argument("--max-seconds", type=float, help="end after so long (wins over the configuration)")
     options = parser.parse_args(arguments)
-    text = options.config.read_text() if options.config else options.config_json or '{"endpoints": [{"name": "model"}]}'
+    try:
+        given = options.config.read_text() if options.config else options.config_json
+    except (OSError, UnicodeDecodeError) as exc:
+        parser.error(f"--config {options.config} cannot be read: {exc.strerror if isinstance(exc, OSError) else exc}")
+    text = given or '{"endpoints": [{"name": "model"}]}'
     try:
         config = ServerConfig.model_validate_json(text)
     except ValidationError as exc:
