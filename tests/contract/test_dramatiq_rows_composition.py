@@ -130,10 +130,10 @@ def test_row_15_16_17_prometheus_before_the_guard_stays_balanced(make_bench, pro
     bench.start(threads=1)
     bench.pause()
     message = work.send()
-    for _ in range(2):
+    for number in (1, 2):
         bench.wait_parked(1)
         bench.resume()
-        wait_until(lambda: not bench.parked(), 5)
+        wait_until(lambda number=number: len(attempts) == number, 5)
     bench.wait_ended(message)
     bench.wait_idle()
     labels = ("default", "work")
