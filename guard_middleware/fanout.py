@@ -10,6 +10,7 @@ import contextvars
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import isawaitable, iscoroutine, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -22,7 +23,7 @@ from guard_middleware.permit import UNUSED, current_permit
 from guard_middleware.steps import perform, perform_async
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Iterable
+    from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 
     from guard_middleware.config import GuardSettings
     from guard_middleware.core.commands import Snapshot
@@ -88,8 +89,9 @@ async def map_concurrent(
                 step.permit.add(UNUSED)
                 return None
             item = plan.items[step.index]
-            result = fn(item) if threads is None else await _in_thread(threads, fn, item)
-            return await result if isawaitable(result) else result
+            with plan.calling():
+                result = fn(item) if threads is None else await _in_thread(threads, fn, item)
+                return await result if isawaitable(result) else result
 
     try:
         tasks = [asyncio.create_task(perform_async(_work(plan), do)) for _ in range(workers)]
@@ -135,12 +137,13 @@ def map_concurrent_sync(
         with cast("Permit", step.permit):
             if step.unused:
                 return step.permit.add(UNUSED)
-            result = fn(plan.items[step.index])
-            if iscoroutine(result):
-                result.close()
-                msg = "fn returned a coroutine: give the coroutine function itself, or await map_concurrent"
-                raise TypeError(msg)
-            return result
+            with plan.calling():
+                result = fn(plan.items[step.index])
+                if iscoroutine(result):
+                    result.close()
+                    msg = "fn returned a coroutine: give the coroutine function itself, or await map_concurrent"
+                    raise TypeError(msg)
+                return result
 
     def work() -> None:
         perform(_work(plan), do)
@@ -308,6 +311,15 @@ class _Plan(Generic[T, R]):
                 return False
         self.failed(exc)
         return False
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """While one item is called with. A failure is known before its permit is free: nothing begins with that."""
+        try:
+            yield
+        except BaseException as exc:
+            self.failed(exc)
+            raise
 
     def failed(self, exc: BaseException) -> None:
         """Let nothing more begin; the first reason is the one that is raised."""

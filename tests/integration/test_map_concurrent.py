@@ -22,6 +22,7 @@ from guard_middleware import (
     priority_scope,
 )
 from guard_middleware.core.commands import Action, Operate
+from guard_middleware.permit import AsyncPermit, Permit
 from guard_middleware.testing.model_server import FakeEndpoint
 from tests.fault.proxy import StoreProxy
 from tests.support.deployment import wait_until
@@ -298,8 +299,18 @@ def test_the_server_counts_the_ceiling_over_two_fan_outs_at_once(deploy, client,
 # ---------------------------------------------------------------------- what goes wrong
 
 
-def test_the_first_failure_is_raised_when_the_running_calls_have_ended_and_nothing_more_begins(scene, fan):
+def test_the_first_failure_is_raised_when_the_running_calls_have_ended_and_nothing_more_begins(scene, fan, monkeypatch):
     """One fails while one runs and a third worker stands in line: no other begins, and the line is empty at once."""
+
+    # Given workers that stand still for a moment once they have released: whoever waits has that permit by then
+    async def async_release(self, exc=None, sound=AsyncPermit.release):
+        await sound(self, exc)
+        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(
+        Permit, "release", lambda self, exc=None, sound=Permit.release: (sound(self, exc), time.sleep(0.1))
+    )
+    monkeypatch.setattr(AsyncPermit, "release", async_release)
     one, counter = scene(ceiling(3)), Counter()
     held = one.other.permit("chat")
 
