@@ -218,7 +218,7 @@ class Heartbeat:
         Raises:
             StoreUnavailable: there was no usable answer; repeat it, or leave it to `finish_later`.
         """
-        self.holdings.expect(finish.lease)
+        self.holdings.expect(finish.lease, finish.take)
         sent_at_s = time.monotonic()
         reply: Reply = yield finish
         holding = self.holdings.drop(finish.lease)
@@ -313,7 +313,7 @@ class Heartbeat:
             process=self.process,
             id=new_id(),
             number=next(self._numbers),
-            take=0 if leaving else max(idle, extra),
+            take=0 if leaving else max(idle - self.holdings.coming(), extra),
             idle=idle,
             queues=() if leaving else self.host.queues(),
             worker=self.host.worker,
@@ -326,7 +326,7 @@ class Heartbeat:
 
     def _send(self, beat: Beat) -> tuple[Held, ...]:
         sent_at_s = time.monotonic()
-        self.holdings.expect(beat.id)
+        self.holdings.expect(beat.id, beat.take)
         try:
             reply = self.store.beat(beat)
             if reply.status is Status.UNCONFIGURED:
@@ -337,7 +337,7 @@ class Heartbeat:
                 self.holdings.mark_stolen(reply.stolen)
                 events.warning("guard.message_taken_over", leases=len(reply.stolen))
             self._handle(reply, sent_at_s)
-            if self.waiting and not beat.take and not self._leaving and self.host.idle() > 0:
+            if self.waiting and not self._leaving and self.host.idle() > self.holdings.coming() - beat.take:
                 self.poke()  # a thread has become idle since the beat was made, and nobody else says so
         finally:
             self.holdings.settled(beat.id)
@@ -347,7 +347,7 @@ class Heartbeat:
         """Do what every reply asks for: remember the epoch, set the timer, run what was handed over."""
         self._note(reply)
         if reply.takes:
-            new = [take for take in reply.takes if self.holdings.find(take.lease) is None]  # I11: a repeated answer
+            new = [take for take in reply.takes if self.holdings.is_new(take.lease)]  # I11: a repeated answer
             self.host.deliver([(take, self.holdings.taken(take, sent_at_s)) for take in new])
 
     def _note(self, reply: Reply) -> None:

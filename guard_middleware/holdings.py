@@ -79,19 +79,25 @@ class Holdings:
     worker: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _held: dict[str, Holding] = field(default_factory=dict)
-    _outstanding: set[str] = field(default_factory=set)
+    _outstanding: dict[str, int] = field(default_factory=dict)
     _generations: dict[str, int] = field(default_factory=dict)
     _unsent: deque[Finish | Operate] = field(default_factory=deque)
+    _ended: deque[str] = field(default_factory=lambda: deque(maxlen=1_000))
 
-    def expect(self, command_id: str) -> None:
-        """Note that a command was sent: leases named after it are explained until its reply is here."""
+    def expect(self, command_id: str, takes: int = 0) -> None:
+        """Note that a command was sent: leases named after it are explained until its reply is here.
+
+        Args:
+            command_id: its id.
+            takes: how many messages may come with its reply, for threads that have nothing else to run.
+        """
         with self._lock:
-            self._outstanding.add(command_id)
+            self._outstanding[command_id] = takes
 
     def settled(self, command_id: str) -> None:
         """Note that a command's reply is here, or that nobody waits for it any more."""
         with self._lock:
-            self._outstanding.discard(command_id)
+            self._outstanding.pop(command_id, None)
 
     def admitted(self, ask: Ask, reply: Reply, sent_at_s: float) -> Holding:
         """Keep the lease that an ask was given. Its call begins at once."""
@@ -152,15 +158,34 @@ class Holdings:
             present = self._generations.get(holding.endpoint, 0)
             fresh = time.monotonic() - holding.confirmed_at_s < fresh_s
             if holding.endpoint == NOWHERE or holding.lost or not fresh or holding.generation != present:
-                self._outstanding.add(holding.lease)
+                self._outstanding[holding.lease] = 0
                 return False
             holding.running = True
             return True
+
+    def is_new(self, lease: str) -> bool:
+        """Whether a lease was never handed over here: an answer that is given again may name one that has ended."""
+        with self._lock:
+            return lease not in self._held and lease not in self._ended
 
     def find(self, lease: str) -> Holding | None:
         """The lease, if this process holds it."""
         with self._lock:
             return self._held.get(lease)
+
+    def coming(self) -> int:
+        """How many messages may still come with replies that are waited for."""
+        with self._lock:
+            return sum(self._outstanding.values())
+
+    def in_hand(self) -> int:
+        """How many messages need a thread soon: those that may come, and those that were taken and have not begun."""
+        with self._lock:
+            unbegun = (
+                not holding.running and holding.message is not None and holding.lease not in self._outstanding
+                for holding in self._held.values()
+            )
+            return sum(unbegun) + sum(self._outstanding.values())
 
     def has_message(self, queue: str, message_id: str) -> bool:
         """Whether a lease of this process belongs to that delivery."""
@@ -173,7 +198,10 @@ class Holdings:
     def drop(self, lease: str) -> Holding | None:
         """Forget a lease: it is finished, or was never given."""
         with self._lock:
-            return self._held.pop(lease, None)
+            holding = self._held.pop(lease, None)
+            if holding is not None:
+                self._ended.append(lease)
+            return holding
 
     def give_back(self, *, older_than_s: float) -> tuple[str, ...]:
         """Forget the leases whose calls have not begun, and name them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from uuid import uuid4
 
 import hypothesis
@@ -10,8 +11,11 @@ import pytest
 
 from guard_middleware.testing.valkey import DATABASES, EmbeddedValkey
 
-# No deadline for one example: how long a server takes says nothing about whether its answer is right.
-hypothesis.settings.register_profile("guard", deadline=None, print_blob=True)
+# No deadline for one example: how long a server takes says nothing about whether its answer is right. The same examples
+# each time, so that what passes passes again; GUARD_TEST_EXPLORE=1 looks for new ones.
+hypothesis.settings.register_profile(
+    "guard", deadline=None, print_blob=True, derandomize=os.environ.get("GUARD_TEST_EXPLORE", "0") == "0"
+)
 hypothesis.settings.load_profile("guard")
 
 _databases = itertools.cycle(range(1, DATABASES))

@@ -78,8 +78,9 @@ class Machine:
             for process, known in state.processes.items()
             if known.alive_until_ms <= self.now_ms
         )
-        for _, process in dead[:SWEEP_PROCESSES]:
-            self.forget(process)
+        gone = [self.forget(process) for _, process in dead[:SWEEP_PROCESSES]]
+        if any(gone):
+            self.recompute()
         buried = sorted((one.until_ms, lease_id) for lease_id, one in state.tombstones.items())
         for until_ms, lease_id in buried[:SWEEP_LEASES]:
             if until_ms <= self.now_ms:
@@ -96,14 +97,17 @@ class Machine:
         """Whether a store that lost its data, or is new, still holds admissions."""
         return self.now_ms < self.state.epoch_until_ms
 
-    def forget(self, process: str) -> None:
-        """Drop what a process published and reported. Its leases end by themselves."""
+    def forget(self, process: str) -> bool:
+        """Drop what a process published and reported. Its leases end by themselves.
+
+        Returns:
+            Whether the configuration in force has to be found anew.
+        """
         state = self.state
         self.freed = True
         state.processes.pop(process, None)
         state.leases.pop(HOLD_PREFIX + process, None)
-        if state.published.pop(process, None) is not None:
-            self.recompute()
+        return state.published.pop(process, None) is not None
 
     def recompute(self) -> None:
         """Let the published configurations of the live processes take effect.
@@ -334,13 +338,14 @@ class Machine:
     def record_of(self, command: Ask, line: Line, waiter: str) -> Parked:
         """What is known of this asker: its first place if it has one, else the next one, counted when it takes it."""
         known = self.state.parked.get((line, waiter))
+        deadline_ms = command.deadline_ms if command.deadline_ms > self.now_ms else 0  # else its broker knows already
         if known is not None:
-            return known
+            return known if command.message is None else replace(known, deadline_ms=deadline_ms)
         return Parked(
             rank=command.rank,
             cost=command.cost,
             place=self.state.places + 1,
-            deadline_ms=command.deadline_ms,
+            deadline_ms=deadline_ms,
             process="" if command.message is not None else command.process,
         )
 

@@ -78,7 +78,8 @@ class Operator(Keeper):
         """A process ends: what it still holds goes back at once."""
         for lease_id in self.leases_of(process):
             self.give_back(lease_id)
-        self.forget(process)
+        if self.forget(process):
+            self.recompute()
 
     def snapshot(self, now_ms: int) -> Snapshot:
         """Read everything, change nothing."""
@@ -90,8 +91,8 @@ class Operator(Keeper):
             if view is None:
                 continue
             waiting: dict[int, int] = {}
-            for (line, _), parked in state.parked.items():
-                if line[0] == endpoint and self.stands(line, _):
+            for (line, waiter), parked in state.parked.items():
+                if line[0] == endpoint and self.stands(line, waiter):
                     waiting[parked.rank] = waiting.get(parked.rank, 0) + 1
             endpoints[endpoint] = EndpointSnapshot(
                 id=endpoint,

@@ -90,10 +90,14 @@ class Reference(Operator):
     def _repeated(self, command: Ask) -> Reply | None:
         """Step 1: the answer to an ask that was answered before; `None` for a new one."""
         lease = self.state.leases.get(command.lease)
-        if lease is not None and not (command.confirm and self._outdated(lease)):
-            return self.admitted(command.lease, lease, command.process)
         if lease is not None:
+            is_over = lease.expires_at_ms <= self.now_ms  # the sweep has not come so far
+            if not is_over and not (command.confirm and self._outdated(lease)):
+                return self.admitted(command.lease, lease, command.process)
             del self.state.leases[command.lease]
+            self.freed = True
+            if is_over:
+                self.put_back(lease)
         tombstone = self.tombstone(command.lease)
         if tombstone is None:
             return None

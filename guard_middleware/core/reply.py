@@ -118,7 +118,7 @@ class Replier(Servant):
         takes = []
         for lease_id in lease_ids:
             lease = self.state.leases.get(lease_id)
-            if lease is None or lease.message is None:
+            if lease is None or lease.message is None or lease.expires_at_ms <= self.now_ms:
                 continue
             message = lease.message
             payload = self.broker.payload((message.namespace, message.queue), message.id)

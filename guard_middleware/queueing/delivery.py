@@ -162,7 +162,8 @@ class Delivery:
     def _taking(self, finish: Finish) -> Finish:
         if self._heartbeat.leaving:
             return finish
-        return replace(finish, take=1, idle=self._member.idle(ending=1))
+        take = self._turns.ends()
+        return replace(finish, take=take, idle=self._member.idle())
 
     @property
     def outlived(self) -> bool:

@@ -102,15 +102,14 @@ class Member:
 
     # -- host of the heartbeat -------------------------------------------------------------------------------------
 
-    def idle(self, *, ending: int = 0) -> int:
+    def idle(self) -> int:
         """Worker threads that could run a message now: alive, not busy, and not spoken for by what was fetched.
 
-        Args:
-            ending: how many of the busy ones are about to be idle.
+        Those that are about to be idle are among them.
         """
         if self.heartbeat.leaving:
             return 0
-        return private.idle_threads(self.dramatiq_worker, self.turns.in_message, ending=ending)
+        return private.idle_threads(self.dramatiq_worker, self.turns.in_message, ending=len(self.turns.ending))
 
     def queues(self) -> tuple[tuple[str, str], ...]:
         """The queues into which messages can be taken now."""
@@ -129,16 +128,18 @@ class Member:
                 proxy = private.decode(take.payload)
             except Exception as exc:  # noqa: BLE001  # an encoder may raise anything
                 events.error("guard.undecodable", queue=take.queue[1], error=type(exc).__name__)
-                self.release(holding)
+                self.end(holding)
                 private.reject(self.broker, take.queue[1], take.message_id)
+                self.heartbeat.poke()  # the thread that would have run it is still idle
                 continue
             try:
                 self.broker.get_actor(proxy.actor_name)
             except ActorNotFound as exc:
                 proxy.fail()
                 proxy.stuff_exception(exc)
-                self.release(holding)
+                self.end(holding)
                 consumer.post_process_message(proxy)
+                self.heartbeat.poke()  # as above
                 continue
             private.hand_over(proxy, holding)
             private.push(self.dramatiq_worker, proxy)
@@ -153,12 +154,6 @@ class Member:
                 self.heartbeat.poke()
 
     # -- what goes back --------------------------------------------------------------------------------------------
-
-    def release(self, holding: Holding | None) -> None:
-        """Release a lease without an outcome, and take for the thread that would have run its message."""
-        if holding is not None:
-            self.end(holding)
-            self.heartbeat.poke(extra=1)
 
     def end(self, holding: Holding) -> None:
         """Release a lease without an outcome: now, while its message is unacked, or with a beat if that fails."""

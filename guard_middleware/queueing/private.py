@@ -199,6 +199,14 @@ def idle_threads(worker: Worker, in_message: Collection[int | None], *, ending: 
     return max(0, able - max(0, worker.work_queue.unfinished_tasks - ending))
 
 
+def threads_beside(worker: Worker, busy: Collection[int | None]) -> int:
+    """How many worker threads could begin a message, those with these ids not counted."""
+    return sum(
+        thread.ident not in busy and thread.is_alive() and thread.running and not thread.paused
+        for thread in worker.workers
+    )
+
+
 def message_of(proxy: MessageProxy) -> Message[Any]:
     """The message itself: a proxy looks up each attribute there by way of an error."""
     return proxy._message  # noqa: SLF001  # one of the private parts that this module is for

@@ -54,15 +54,18 @@ class Turns:
     Attributes:
         member: whose threads.
         in_message: ids of the threads that have begun with a message and not acked it.
+        ending: ids of those among them whose message is over: they are about to be idle.
     """
 
     def __init__(self, member: Member) -> None:
         self.member = member
         self.in_message: set[int] = set()
+        self.ending: set[int] = set()
         self._broker = member.broker
         self._heartbeat = member.heartbeat
         self._turns: dict[int, Turn] = {}
         self._over: set[int] = set()
+        self._asked: set[int] = set()
 
     def mine(self) -> Turn | None:
         """The turn of the calling thread."""
@@ -78,7 +81,9 @@ class Turns:
         """Release what a thread asked for and did not finish: an interrupt can strike between any two lines (I5)."""
         turn = self._turns.get(ident)
         if turn is not None:
-            self.member.release(self._heartbeat.holdings.find(turn.lease))
+            holding = self._heartbeat.holdings.find(turn.lease)
+            if holding is not None:
+                self.member.end(holding)
             self._turns.pop(ident, None)
 
     # -- before the actor ------------------------------------------------------------------------------------------
@@ -93,7 +98,8 @@ class Turns:
         if ident in self._turns:
             self._let_go_of(ident)
         self.in_message.add(ident)
-        self._over.discard(ident)
+        for noted in (self.ending, self._over):
+            noted.discard(ident)
         if current_delivery() is not None:
             set_current_delivery(None)
             set_current(None)
@@ -127,9 +133,13 @@ class Turns:
             return
         self._begin(holding.lease)
         private.hand_over(proxy, None)  # from here on the turn knows of it
-        match self._heartbeat.holdings.begin(holding, fresh_s=self._heartbeat.lease_s / 2):
+        is_other = holding.home != asked.model  # a deploy has given its actor another model since it was parked
+        match self._heartbeat.holdings.begin(holding, fresh_s=0 if is_other else self._heartbeat.lease_s / 2):
             case True:
                 self._start(proxy, asked, holding, probe=holding.probe)
+            case False if is_other:
+                self.member.end(holding)
+                self._ask(proxy, asked, new_id(), confirm=False)
             case False if holding.endpoint == NOWHERE:  # its ask tells where it is, or that it can never run
                 self.member.end(replace(holding, message=None))
                 self._ask(proxy, asked, new_id(), confirm=False)
@@ -188,7 +198,7 @@ class Turns:
                 continue
             break
         if struck is not None and holding is not None:
-            self.member.release(holding)
+            self.member.end(holding)
             raise struck
         return reply, holding
 
@@ -263,8 +273,10 @@ class Turns:
     def set_aside(self, proxy: MessageProxy) -> bool:
         """Let a beat put this thread's message back. Returns whether this broker can."""
         turn = self._turns.pop(threading.get_ident(), None)
-        if turn is not None:
-            self._heartbeat.holdings.drop(turn.lease)
+        holding = self._heartbeat.holdings.find(turn.lease) if turn is not None else None
+        if holding is not None:  # nobody begins under it; where the message is, its next ask says
+            self.member.end(replace(holding, message=None))
+        elif turn is not None:
             self._heartbeat.abandon(turn.lease)
         delivery = private.delivery_id_of(proxy)
         if delivery:
@@ -289,10 +301,10 @@ class Turns:
         """The message is processed or skipped: what the wrapper never began ends here. It can be repeated."""
         ident = threading.get_ident()
         self._over.add(ident)
+        self._note_end(ident)
         turn = self._turns.get(ident)
         if turn is None and current_delivery() is None and private.handed_over(proxy) is None:  # not guarded
-            if self._heartbeat.waiting and not self._heartbeat.leaving:
-                self._heartbeat.poke(extra=1)
+            self._take_for(ident)
             return
         if exception is not None and turn is not None and not private.is_elsewhere(proxy):
             self._resolve(proxy, turn)
@@ -316,17 +328,41 @@ class Turns:
         return actor is None or getattr(actor.fn, WRAPPED, False)
 
     def acked(self) -> None:
-        """This thread is done with its message."""
-        self.in_message.discard(threading.get_ident())
-        if self._heartbeat.waiting and not self._heartbeat.leaving:  # it was notified while no thread was idle
+        """This thread is done with its message: it was perhaps notified of another while no thread was idle."""
+        ident = threading.get_ident()
+        self._take_for(ident)
+        for noted in (self.in_message, self.ending, self._asked):
+            noted.discard(ident)
+
+    def ends(self) -> int:
+        """The calling thread is about to be idle. Returns how many messages to take for it: one, or none."""
+        self._note_end(threading.get_ident())
+        return int(self._has_room())
+
+    def _note_end(self, ident: int) -> None:
+        if ident in self.in_message:  # else another middleware has skipped the message before the guard saw it
+            self.ending.add(ident)
+
+    def _take_for(self, ident: int) -> None:
+        """Let a beat take a message for a thread that is about to be idle, once, if one could go that has no thread."""
+        if self._heartbeat.waiting and not self._heartbeat.leaving and ident not in self._asked and self._has_room():
+            self._asked.add(ident)
             self._heartbeat.poke(extra=1)
+
+    def _has_room(self) -> bool:
+        """Whether more threads could begin soon than there are messages that need one.
+
+        Otherwise the process would hold permits under which nobody runs.
+        """
+        soon_idle = private.threads_beside(self.member.dramatiq_worker, self.in_message - self.ending)
+        return self._heartbeat.holdings.in_hand() < soon_idle
 
     def _give_up(self, proxy: MessageProxy, taken: Holding) -> None:
         """Another middleware ended a taken message before the guard saw it."""
         if self._heartbeat.holdings.begin(taken, fresh_s=0) is None:
             private.void(proxy)  # it had been given back
         else:
-            self.member.release(taken)
+            self.member.end(taken)
 
     def _resolve(self, proxy: MessageProxy, turn: Turn) -> None:
         """An interrupt struck before an answer was acted upon: find out whether the message is somewhere else now.

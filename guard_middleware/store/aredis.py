@@ -87,7 +87,7 @@ class AsyncRedisStore:
         return codec.decode_reply(await self._run(codec.encode_finish(command)))
 
     async def operate(self, command: Operate) -> Reply:
-        """Let a waiting caller leave the line."""
+        """Carry out one operation: a caller that gives up leaves the line."""
         return codec.decode_reply(await self._run(codec.encode_operate(command)))
 
     async def snapshot(self) -> Snapshot:

@@ -317,8 +317,9 @@ class Play:
             assert sum(one["cost"] for one in live.values() if one["endpoint"] == endpoint) <= ceiling
             if spec["group"] in stored["budgets"]:
                 members = {name for name, other in stored["specs"].items() if other["group"] == spec["group"]}
-                total = sum(one["cost"] for one in live.values() if one["endpoint"] in members)
-                assert total <= stored["budgets"][spec["group"]]
+                there = {name: one for name, one in live.items() if one["endpoint"] in members}
+                lent = [min(one["cost"], there[one["parent"]]["cost"]) for one in there.values() if one["parent"] in there]
+                assert sum(one["cost"] for one in there.values()) - sum(lent) <= stored["budgets"][spec["group"]]
         self.known |= set(live)
 
     def check_no_idle_permit(self):

@@ -64,7 +64,8 @@ local function admit_at_once()
         and call("HEXISTS", root .. "parked:" .. endpoint .. "\31" .. namespace .. "\31" .. queue, message) == 0))
       and call("ZCOUNT", UNITS .. endpoint, now + 1, "+inf") < limit
       and call("SET", LEASE .. lease_id, "L"
-        .. pack_numbers(LEASE_NUMBERS, rank, 1, places + 1, ARGV[9], now, generation, 0)
+        .. pack_numbers(LEASE_NUMBERS, rank, 1, places + 1, tonumber(ARGV[9]) > now and ARGV[9] or 0, now,
+          generation, 0)
         .. endpoint .. "\31" .. endpoint .. "\31" .. process .. "\31\31" .. (namespace or "")
         .. "\31" .. (queue or "")
         .. "\31" .. (message or "") .. "\31" .. (worker or "") .. "\31", "NX") then
@@ -125,10 +126,13 @@ local function admit()
   if lease then
     local one = endpoint_of(lease.endpoint)
     local outdated = lease.generation ~= one.generation and one.open_until_ms ~= 0
-    if not (outdated and flags:find("c", 1, true)) then
-      return admitted(process, lease_id, lease, expiry_of(lease_id, lease))
+    local expires_at_ms = expiry_of(lease_id, lease)
+    if expires_at_ms > now and not (outdated and flags:find("c", 1, true)) then
+      return admitted(process, lease_id, lease, expires_at_ms)
     end
     end_lease(lease_id, lease)
+    freed = true
+    if expires_at_ms <= now then put_back(lease) end    -- the sweep has not come so far
   elseif tombstone then
     return answer_again(tombstone, process, idle >= 0 and idle_parked or -1)
   end
@@ -150,7 +154,11 @@ local function admit()
   end
   local known = (message or fact("lines")) and lines.parked(line, waiter)
   local parked = known
-  if not parked then
+  if deadline_ms <= now then deadline_ms = 0 end        -- its broker knows already
+  if parked and message then
+    if parked.deadline_ms > 0 and deadline_ms == 0 then lines.forget_deadline(line, waiter) end
+    parked.deadline_ms = deadline_ms
+  elseif not parked then
     parked = {                          -- its place is counted if it takes it
       rank = rank, cost = cost, place = clock.places + 1, deadline_ms = deadline_ms,
       overloads = 0, denials = 0, overloaded = false, process = message and "" or process,

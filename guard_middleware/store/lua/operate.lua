@@ -68,7 +68,7 @@ local function operate()
     if not lease and not tombstone then bury(target, GONE, "", 0) end -- its ask may still be on the way
   elseif action == "forget" then
     for _, id in ipairs(leases_of(target)) do give_back(id) end
-    forget_process(target)
+    if forget_process(target) then recompute() end
   else
     return redis.error_reply("ERR guard: unknown action")
   end

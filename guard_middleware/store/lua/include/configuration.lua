@@ -4,10 +4,15 @@
 ]]
 
 local function recompute()
-  local published = {}
+  -- What was published, each once, with the first of the processes that published it: most publish the same.
+  local firsts, published = {}, {}
   local raw = call("HGETALL", root .. "published")
   for index = 1, #raw, 2 do
-    published[#published + 1] = { process = raw[index], one = decode(raw[index + 1]) }
+    local process, packed = raw[index], raw[index + 1]
+    if not firsts[packed] or before(process, firsts[packed]) then firsts[packed] = process end
+  end
+  for packed, process in pairs(firsts) do
+    published[#published + 1] = { process = process, one = decode(packed) }
   end
   table.sort(published, function(one, other) return before(one.process, other.process) end)
 

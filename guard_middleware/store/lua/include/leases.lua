@@ -121,6 +121,26 @@ local function expiry_of(id, lease)
   return tonumber(call("ZSCORE", UNITS .. lease.endpoint, id) or 0)
 end
 
+-- Stop from counting what the server has evicted the record of.
+local function drop_units(endpoint, id)
+  call("ZREM", UNITS .. endpoint, id)
+  local unit = 2
+  while call("ZREM", UNITS .. endpoint, id .. "\31" .. unit) == 1 do unit = unit + 1 end
+  counted_units[endpoint] = nil
+end
+
+-- End what is kept for a process.
+local function end_hold(process)
+  local id, known = HOLD .. process, process_of(process)
+  local lease = lease_of(id)
+  if lease then return end_lease(id, lease) end
+  for _, endpoint in ipairs(record("leased") or {}) do drop_units(endpoint, id) end
+  if known then
+    known.held = false
+    changed_processes[process] = true
+  end
+end
+
 -- The live leases that use the units of another live one, as { child, parent }; bounded by what is in flight.
 local function nested()
   local pairs_of = {}

@@ -166,6 +166,10 @@ function lines.enter(line, waiter, parked, not_before_ms)
   end
 end
 
+function lines.forget_deadline(line, waiter)
+  call("ZREM", root .. "deadlines:" .. lines.parts(line).full, line .. "\31" .. waiter)
+end
+
 -- Leave a line, or the place beside it; the record stays. Returns whether the waiter stood there.
 function lines.leave(line, waiter, parked)
   if clock.held_at_ms < huge and call("ZREM", root .. "held_back", line .. "\31" .. waiter) == 1 then
@@ -174,9 +178,7 @@ function lines.leave(line, waiter, parked)
     if call("ZREM", root .. "line:" .. line, waiter) == 0 then return false end
     has_left(line, waiter)
   end
-  if parked and parked.deadline_ms > 0 then
-    call("ZREM", root .. "deadlines:" .. lines.parts(line).full, line .. "\31" .. waiter)
-  end
+  if parked and parked.deadline_ms > 0 then lines.forget_deadline(line, waiter) end
   return true
 end
 

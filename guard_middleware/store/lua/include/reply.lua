@@ -47,7 +47,7 @@ local function takes_again(lease_ids)
   local takes = {}
   for _, id in ipairs(lease_ids) do
     local lease = lease_of(id)
-    local payload = lease and lease.message
+    local payload = lease and lease.message and expiry_of(id, lease) > now
       and call("HGET", lines.messages(lease.namespace, lease.queue), lease.message)
     if payload then
       for _, value in ipairs({

@@ -7,7 +7,10 @@ local SWEEP_LEASES, SWEEP_PROCESSES = 256, 16
 
 local function consumers_key(full) return root .. "consumers:" .. full end
 
--- Drop what a process published and reported. Its leases end by themselves.
+--[[
+  Drop what a process published and reported. Its leases end by themselves. Returns whether the configuration in force
+  has to be found anew.
+]]
 local function forget_process(process)
   freed = true
   local said = record("said:" .. process)
@@ -15,10 +18,10 @@ local function forget_process(process)
   set_record("said:" .. process, false)
   call("ZREM", root .. "alive", process)
   local known = process_of(process)
-  if known and known.held then end_lease(HOLD .. process, (lease_of(HOLD .. process))) end
+  if known and known.held then end_hold(process) end
   processes[process], changed_processes[process] = false, nil
   set_fact("process:" .. process, false)
-  if call("HDEL", root .. "published", process) == 1 then recompute() end
+  return call("HDEL", root .. "published", process) == 1
 end
 
 -- The store was away: nobody's lease ended because of that, nor did what is remembered of those that had.
@@ -40,7 +43,7 @@ local function sweep()
     local found = call("ZRANGEBYSCORE", units, "-inf", now, "WITHSCORES", "LIMIT", 0, SWEEP_LEASES)
     for index = 1, #found, 2 do
       if not found[index]:find("\31", 1, true) then
-        expired[#expired + 1] = { id = found[index], at_ms = tonumber(found[index + 1]), units = units }
+        expired[#expired + 1] = { id = found[index], at_ms = tonumber(found[index + 1]), endpoint = endpoint }
       end
     end
   end
@@ -56,16 +59,19 @@ local function sweep()
       end_lease(id, lease)
       if lease.hold then set_idle(lease.process, 0) end
       put_back(lease)
+    elseif id:sub(1, #HOLD) == HOLD then -- as below
+      end_hold(id:sub(#HOLD + 1))
+      set_idle(id:sub(#HOLD + 1), 0)
     else                                -- the server evicted its record: it must not stop everybody for good
-      local units, unit = expired[index].units, 2
-      call("ZREM", units, id)
-      while unit <= SWEEP_LEASES and call("ZREM", units, id .. "\31" .. unit) == 1 do unit = unit + 1 end
+      drop_units(expired[index].endpoint, id)
     end
   end
 
+  local is_other = false
   for _, process in ipairs(call("ZRANGEBYSCORE", root .. "alive", "-inf", now, "LIMIT", 0, SWEEP_PROCESSES)) do
-    forget_process(process)
+    is_other = forget_process(process) or is_other
   end
+  if is_other then recompute() end
 
   if clock.held_at_ms <= now then
     local held_back = root .. "held_back"
@@ -95,7 +101,7 @@ local function begin(process, idle)
   if now >= clock.due_ms then sweep() end
   local known = process_of(process)
   if known and known.held then
-    end_lease(HOLD .. process, (lease_of(HOLD .. process)))
+    end_hold(process)
     freed = true
   end
   if idle >= 0 then set_idle(process, idle) end
