@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from guard_middleware.core.commands import (
     Action,
@@ -29,7 +29,7 @@ from guard_middleware.errors import StoreUnavailable
 from guard_middleware.holdings import Holdings, new_id
 from guard_middleware.host import NoWorker
 from guard_middleware.observe import events
-from guard_middleware.steps import Publish, perform
+from guard_middleware.steps import Hear, Publish, perform
 from guard_middleware.threads import Beats, Listening
 
 if TYPE_CHECKING:
@@ -149,14 +149,20 @@ class Heartbeat:
 
     def carry_out(self, step: Step) -> Any:
         """Do what a step of `asking` or `finishing` wants, in this thread."""
-        if isinstance(step, Ask):
-            return self.store.admit(step)
-        if isinstance(step, Finish):
-            return self.store.finish(step)
-        if isinstance(step, Operate):
-            return self.store.operate(step)
-        self.configure()  # `Publish`; the steps of waiting callers belong to their faces
-        return self.beat()
+        match step:
+            case Ask():
+                return self.store.admit(step)
+            case Finish():
+                return self.store.finish(step)
+            case Operate():
+                return self.store.operate(step)
+            case Publish():
+                self.configure()
+                return self.beat()
+            case Hear():  # it belongs to the faces
+                raise NotImplementedError
+            case other:
+                assert_never(other)
 
     def asking(self, ask: Ask) -> Generator[Step, Any, tuple[Reply, Holding | None]]:
         """Ask once; publish first where the store does not know this process or endpoint.

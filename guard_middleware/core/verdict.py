@@ -18,8 +18,6 @@ class Reason(StrEnum):
     RESERVED = "reserved"
     GROUP_FULL = "group_full"
     TOO_COSTLY = "too_costly"
-    CALLED_OFF = "called_off"
-    """The caller waits no more: its guard closes, or its fan-out has failed. The store never says so."""
 
 
 DELAYS = frozenset({Reason.BREAKER_OPEN, Reason.PROBING, Reason.PAUSED, Reason.RECOVERING})

@@ -59,3 +59,25 @@ def test_lease_that_is_still_to_be_finished_is_named_by_the_beats(holdings):
     assert holdings.named() == (("a",), ())
     holdings.sent(finish)
     assert holdings.named() == ((), ())
+
+
+def test_message_of_an_answer_that_is_given_again_is_not_run_again_once_it_has_ended(holdings):
+    """I11: a repeated finish names what its first answer brought, which another thread may have ended meanwhile."""
+    assert holdings.is_new("a")
+    holdings.taken(take("a"), 0.0)
+    assert not holdings.is_new("a")
+    holdings.drop("a")
+    assert not holdings.is_new("a")
+
+
+def test_messages_that_need_a_thread_are_those_taken_and_not_begun_and_those_that_may_come(holdings):
+    """A call that runs has its thread, and so has a message whose thread asks whether it may begin."""
+    holdings.expect("finish", 1)
+    assert (holdings.coming(), holdings.in_hand()) == (1, 1)
+    first, second = holdings.taken(take("a"), 0.0), holdings.taken(take("b"), 0.0)
+    holdings.settled("finish")
+    assert (holdings.coming(), holdings.in_hand()) == (0, 2)
+    holdings.begin(first, fresh_s=1e9)
+    assert holdings.in_hand() == 1
+    holdings.begin(second, fresh_s=0)
+    assert holdings.in_hand() == 0
