@@ -73,6 +73,8 @@ class Keeper(Replier):
         state = self.state
         lease = state.leases.get(held.lease)
         if lease is not None:
+            if lease.expires_at_ms <= self.now_ms:  # the sweep has not come so far
+                state.leases[held.lease] = replace(lease, expires_at_ms=self.now_ms + state.rules.lease_ms)
             return lease.message is not None or held.message is None
         if self.tombstone(held.lease) is not None:
             return True

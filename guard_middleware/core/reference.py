@@ -70,6 +70,8 @@ class Reference(Operator):
                     state.parked.pop((line, waiter), None)
                 elif is_new:
                     state.places = parked.place
+                else:
+                    state.parked[line, waiter] = parked
                 fresh = self.new_lease(endpoint, command.endpoint, command.process, parked, message)
                 if self.lendable(state.specs[endpoint], command.parent):
                     fresh = replace(fresh, parent=command.parent)

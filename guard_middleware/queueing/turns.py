@@ -64,7 +64,6 @@ class Turns:
         self._broker = member.broker
         self._heartbeat = member.heartbeat
         self._turns: dict[int, Turn] = {}
-        self._over: set[int] = set()
         self._asked: set[int] = set()
 
     def mine(self) -> Turn | None:
@@ -98,8 +97,7 @@ class Turns:
         if ident in self._turns:
             self._let_go_of(ident)
         self.in_message.add(ident)
-        for noted in (self.ending, self._over):
-            noted.discard(ident)
+        self.ending.discard(ident)
         if current_delivery() is not None:
             set_current_delivery(None)
             set_current(None)
@@ -295,12 +293,11 @@ class Turns:
 
     def is_over(self) -> bool:
         """Whether this thread's message has been processed: what it enqueues now, it enqueues for other middleware."""
-        return threading.get_ident() in self._over
+        return threading.get_ident() in self.ending
 
     def after(self, proxy: MessageProxy, exception: BaseException | None, *, skipped: bool = False) -> None:
         """The message is processed or skipped: what the wrapper never began ends here. It can be repeated."""
         ident = threading.get_ident()
-        self._over.add(ident)
         self._note_end(ident)
         turn = self._turns.get(ident)
         if turn is None and current_delivery() is None and private.handed_over(proxy) is None:  # not guarded
@@ -331,8 +328,9 @@ class Turns:
         """This thread is done with its message: it was perhaps notified of another while no thread was idle."""
         ident = threading.get_ident()
         self._take_for(ident)
-        for noted in (self.in_message, self.ending, self._asked):
-            noted.discard(ident)
+        self.in_message.discard(ident)
+        self.ending.discard(ident)
+        self._asked.discard(ident)
 
     def ends(self) -> int:
         """The calling thread is about to be idle. Returns how many messages to take for it: one, or none."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
 import time
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 import redis
 
 from guard_middleware.core.commands import Action, Ask, Operate, Status
-from guard_middleware.core.values import Rules
+from guard_middleware.core.values import EndpointSpec, Rules
 from guard_middleware.errors import ConfigurationError, StoreUnavailable
 from guard_middleware.store import keys, scripts
 from guard_middleware.store.redis import RedisStore, client_sees_nonce
 from guard_middleware.testing.valkey import EmbeddedValkey
-from tests.contract.store_sides import ENDPOINT, START_MS, RedisSide
+from tests.contract.store_sides import ENDPOINT, START_MS, MemorySide, RedisSide
 
 
 @pytest.fixture
@@ -97,6 +99,36 @@ def test_server_that_lost_its_data_is_asked_to_be_told_again(own):
     assert after.epoch
     side.pass_time(14_999)
     assert side.ask().reason == "recovering"
+
+
+def test_many_processes_that_die_at_once_cost_one_look_at_what_is_published(own_valkey, namespace):
+    """The sweep finds the configuration in force once, not once for each of them, and it is the rule's."""
+    # Given 64 processes, half of them with smaller ceilings and no breakers; an open breaker tells who comes first
+    wide = [EndpointSpec(id=f"e{number}", ceiling=40 + number) for number in range(20)]
+    narrow = [replace(spec, ceiling=spec.ceiling // 2, breaker=False) for spec in wide]
+    names = [f"p{number:02}" for number in range(64)]
+    silent, loud = names[1:33], [names[0], *names[33:]]
+    with closing(RedisSide(namespace, own_valkey.url)) as side:
+        rule = MemorySide(namespace)
+        for one, name in itertools.product((side, rule), names):
+            one.configure(*(narrow if name in silent else wide), process=name)
+        # When all of that half fall silent
+        for one in (side, rule):
+            one.store.operate(Operate(action=Action.OPEN, target="e0", value=60_000))
+            for _ in range(4):
+                one.pass_time(3_000)
+                for name in loud:
+                    one.beat(process=name)
+            one.pass_time(3_000)
+        # Then a beat forgets 16 of them, and looks once; the last ones take the smaller ceilings with them
+        for alive, ceiling in ((48, 20), (32, 40)):
+            looks = side.client.info("commandstats")["cmdstat_hgetall"]["calls"]
+            side.beat(process="p00")
+            assert side.client.info("commandstats")["cmdstat_hgetall"]["calls"] - looks <= 1
+            rule.beat(process="p00")
+            snapshot = side.store.snapshot()
+            assert snapshot.endpoints == rule.store.snapshot().endpoints
+            assert (len(snapshot.processes), snapshot.endpoints["e0"].ceiling) == (alive, ceiling)
 
 
 # ---------------------------------------------------------------------- trouble

@@ -143,6 +143,49 @@ def test_lease_that_nobody_renews_ends_and_its_message_keeps_its_place(side):
     assert side.store.snapshot().lines == {(ENDPOINT, *side.queue): (held.id, later.id)}
 
 
+@pytest.mark.parametrize("what", ["caller", "message", "beat"])
+def test_repeat_finds_that_a_lease_is_over_although_no_sweep_has_come_to_it(side, what):
+    """One sweep ends 256 of them; the others are not given to anybody either, in an answer or in a take."""
+    # Given more leases than that, the last one by the command at hand, and a process that stays although they are over
+    spec = EndpointSpec(id=ENDPOINT, ceiling=300, reserve=0)
+    side.boot(spec)
+    message = side.deliver()
+    for number in range(299):
+        side.ask(f"l-{number:03}")
+    if what == "beat":
+        operate(side, Action.PAUSE)
+        side.ask("m", message=message, idle=0)
+        operate(side, Action.RESUME)
+    say = {
+        "caller": lambda: side.ask("m"),
+        "message": lambda: side.ask("m", message=message, idle=0),
+        "beat": lambda: side.beat(beat_id="b-same", take=1, idle=1),
+    }[what]
+    first = say()
+    assert first.status is Status.ADMITTED or len(first.takes) == 1
+    for _ in range(3):
+        side.pass_time(3_750)
+        side.configure(spec)
+    side.pass_time(3_750)
+    # When it is repeated, Then a caller has a fresh lease, and a message is for whoever takes it next
+    again = say()
+    if what == "caller":
+        assert (again.status, again.expires_at_ms) == (Status.ADMITTED, side.now_ms + 15_000)
+        assert side.store.snapshot().endpoints[ENDPOINT].in_flight == 1
+    else:
+        assert (again.status, again.takes) == (Status.GONE if what == "message" else Status.DONE, ())
+        assert [take.message_id for take in side.beat(take=1, idle=1).takes] == [message.id]
+
+
+def test_deadline_that_is_over_when_a_message_asks_is_none(side):
+    """Its broker has let it run: given back before it began, it comes again with a permit."""
+    side.boot()
+    message = side.deliver()
+    assert side.ask("l-first", message=message, idle=0, deadline_ms=side.now_ms).status is Status.ADMITTED
+    (take,) = side.beat(give_back=("l-first",), take=1, idle=1).takes
+    assert (take.message_id, take.endpoint) == (message.id, ENDPOINT)
+
+
 def test_beat_renews_what_it_names_and_reports_what_is_lost(side):
     """A renewal never brings a lost lease back to life."""
     side.boot()

@@ -318,7 +318,9 @@ class Play:
             if spec["group"] in stored["budgets"]:
                 members = {name for name, other in stored["specs"].items() if other["group"] == spec["group"]}
                 there = {name: one for name, one in live.items() if one["endpoint"] in members}
-                lent = [min(one["cost"], there[one["parent"]]["cost"]) for one in there.values() if one["parent"] in there]
+                lent = [
+                    min(one["cost"], there[one["parent"]]["cost"]) for one in there.values() if one["parent"] in there
+                ]
                 assert sum(one["cost"] for one in there.values()) - sum(lent) <= stored["budgets"][spec["group"]]
         self.known |= set(live)
 

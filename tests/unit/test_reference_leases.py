@@ -138,6 +138,42 @@ def test_more_expired_leases_than_one_sweep_stop_counting_all_the_same():
     assert world.in_flight() == 0
 
 
+def come_back(world, name="r"):
+    """All that a silent process leases ends at this instant; it has just published again, and speaks next."""
+    world.kill(name)
+    world.pass_time(LEASE_MS - 1_000)
+    world.configure(name)
+    world.jump(1_000)
+
+
+def test_caller_whose_lease_is_over_and_not_swept_is_given_a_fresh_one():
+    """It repeats its ask after a lease time: what it is told then is a lease that counts."""
+    # Given more leases than one sweep ends, all over
+    world = World(spec(ceiling=300), workers=("p", "r"))
+    last = max(call.lease for call in fill(world, 300, process="r"))
+    come_back(world)
+    # When the ask is repeated whose lease that sweep does not come to
+    again = world.admit(world.command("r", lease=last))
+    # Then its lease is as new as any
+    assert len(world.rule.state.leases) == 300 - 256
+    assert (again.status, again.reply.expires_at_ms) == (Status.ADMITTED, world.now + LEASE_MS)
+    assert world.in_flight() == 1
+
+
+def test_message_whose_lease_is_over_and_not_swept_is_gone_and_runs_once():
+    """Its repeated ask finds it in the line again, from where whoever is idle takes it."""
+    # Given more messages at work than one sweep ends leases, all over
+    world = World(spec(ceiling=300), workers=("p", "r"))
+    calls = [world.arrive("r") for _ in range(300)]
+    last = max(calls, key=lambda call: call.lease)
+    come_back(world)
+    # When the ask is repeated whose lease that sweep does not come to
+    again = world.admit(world.command("r", lease=last.lease, message=last.message, take=1, idle=0))
+    # Then its worker does not have it, and each message is taken once, in its place
+    assert (again.status, world.in_flight(), last.id in world.acks("r")) == (Status.GONE, 0, False)
+    assert [take.message_id for take in world.beat("p", take=300, idle=300).takes] == [call.id for call in calls]
+
+
 # -- release -----------------------------------------------------------------------------------------------------------
 
 
@@ -518,6 +554,22 @@ def test_taken_message_whose_lease_ran_out_is_gone():
 
     assert confirm(world, call).status is Status.GONE
     assert world.line() == [call.id]
+
+
+def test_unit_of_an_outdated_lease_whose_message_is_gone_goes_to_a_waiter_at_once():
+    """I9: the command that ends it gives it away, although its own answer is that there is nothing to do."""
+    # Given a taken message from before the breaker moved, and a caller that waits to be the probe
+    world = World(spec(ceiling=1))
+    call = taken(world)
+    world.operate(Action.OPEN, value=500)
+    caller = world.call(wait=True)
+    world.jump(500)
+    # When it is to be confirmed, and its broker has it no more
+    world.ack(call.message)
+    again = confirm(world, call)
+    # Then that reply has told the caller
+    assert (again.status, again.reply.woken) == (Status.GONE, ("p",))
+    assert set(world.rule.state.leases) == {caller.lease}
 
 
 # -- a store that was away ---------------------------------------------------------------------------------------------

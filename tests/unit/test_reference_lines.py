@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -445,6 +446,66 @@ def test_message_that_was_handed_over_for_its_age_comes_back_if_its_process_is_g
     world.pass_time(world.rules.lease_ms + 1)
 
     assert [(take.endpoint, take.message_id) for take in world.beat("r", take=1, idle=1).takes] == [(NOWHERE, old.id)]
+
+
+def handed_over_for_its_age(world):
+    """A message whose broker's age limit let it run on: its worker has ended what it came with, and will ask again."""
+    old = world.arrive(deadline_ms=world.now + 1_000)
+    world.jump(1_000)
+    world.beat(take=1, idle=1)
+    world.finish(replace(world.calls()[old.id], message=None))
+    return old
+
+
+@pytest.mark.parametrize("ago_ms", [None, 0, 1_000], ids=["none", "now", "past"])
+def test_message_that_is_let_run_on_at_its_age_waits_for_its_turn_without_a_deadline(ago_ms):
+    """Its worker names none any more, or by a clock of its own one that is over: handed over again, it would only spin."""
+    # Given a message that was handed over for its age, with another one behind it
+    world, running = full()
+    old, later = handed_over_for_its_age(world), world.arrive()
+    # When its worker asks for it again
+    deadline_ms = 0 if ago_ms is None else world.now - ago_ms
+    again = world.admit(world.command(message=old.message, take=1, idle=0, deadline_ms=deadline_ms))
+    # Then neither that command nor a beat hands it over, and it gets its permit where it stood
+    assert (again.status, again.reply.takes) == (Status.PARKED, ())
+    assert [world.beat(take=1, idle=1).takes for _ in range(3)] == [()] * 3
+    assert serve_all(world, running) == [old.id, later.id]
+
+
+def test_message_that_is_let_run_on_at_its_age_rests_after_a_denial_like_any_other():
+    """What is remembered of it has the deadline of its last ask: it does not come back at once for its age."""
+    world, running = full()
+    old = handed_over_for_its_age(world)
+    world.finish(running[0])
+    call = world.admit(world.command(message=old.message, take=1))
+    assert world.finish(call, Outcome.IGNORED, park=ParkAs.DENIED).status is Status.PARKED
+
+    assert world.beat(take=1, idle=1).takes == ()
+    world.pass_time(1_000)
+    assert [(take.endpoint, take.message_id) for take in world.beat(take=1, idle=1).takes] == [("e", old.id)]
+
+
+def test_deadline_that_is_over_at_the_first_ask_is_none():
+    """By the store's clock; the worker that asks has seen to the age already."""
+    world, running = full()
+    call = world.arrive(deadline_ms=world.now)
+
+    assert (call.status, call.reply.takes) == (Status.PARKED, ())
+    assert serve_all(world, running) == [call.id]
+
+
+def test_later_deadline_takes_the_place_of_the_one_before():
+    """A deploy raised the age limit: until the new instant it waits like any other, then it is handed over."""
+    # Given a message that was too old, and is not any more
+    world, _ = full()
+    old = handed_over_for_its_age(world)
+    # When its worker asks for it with a later deadline, Then that one counts
+    again = world.admit(world.command(message=old.message, take=1, idle=0, deadline_ms=world.now + 3_000))
+    assert (again.status, again.reply.takes) == (Status.PARKED, ())
+    world.pass_time(2_999)
+    assert world.beat(take=1, idle=1).takes == ()
+    world.jump(1)
+    assert [(take.endpoint, take.message_id) for take in world.beat(take=1, idle=1).takes] == [(NOWHERE, old.id)]
 
 
 def test_deadline_of_a_message_that_runs_in_time_does_nothing():

@@ -155,9 +155,10 @@ local function admit()
   local known = (message or fact("lines")) and lines.parked(line, waiter)
   local parked = known
   if deadline_ms <= now then deadline_ms = 0 end        -- its broker knows already
-  if parked and message then
-    if parked.deadline_ms > 0 and deadline_ms == 0 then lines.forget_deadline(line, waiter) end
+  if parked and message and parked.deadline_ms ~= deadline_ms then
+    lines.forget_deadline(line, waiter)
     parked.deadline_ms = deadline_ms
+    lines.remember(line, waiter, parked)
   elseif not parked then
     parked = {                          -- its place is counted if it takes it
       rank = rank, cost = cost, place = clock.places + 1, deadline_ms = deadline_ms,

@@ -36,7 +36,10 @@
 -- Count a call that still runs. Returns false if somebody else has its message.
 local function assert_again(id, held)
   local lease, tombstone = lease_of(id)
-  if lease then return lease.message ~= nil or held.message == nil end
+  if lease then
+    if expiry_of(id, lease) <= now then set_expiry(id, lease, now + rules.lease_ms) end -- no sweep has come so far
+    return lease.message ~= nil or held.message == nil
+  end
   if tombstone then return true end
   local mine = true
   if held.message then

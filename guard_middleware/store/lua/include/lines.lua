@@ -139,6 +139,11 @@ function lines.stand(line, waiter, parked)
   register(line)
 end
 
+function lines.remember(line, waiter, parked)
+  call("HSET", root .. "parked:" .. line, waiter, pack_numbers(PARKED_NUMBERS, parked.rank, parked.cost, parked.place,
+    parked.overloads, parked.denials, parked.overloaded and 1 or 0, parked.deadline_ms) .. parked.process)
+end
+
 -- Stand in a line, or beside it until `not_before_ms`.
 function lines.enter(line, waiter, parked, not_before_ms)
   local parts = lines.parts(line)
@@ -147,8 +152,7 @@ function lines.enter(line, waiter, parked, not_before_ms)
     one.background_at_ms = max(now, one.background_at_ms)
     changed_endpoints[parts.endpoint] = true
   end
-  call("HSET", root .. "parked:" .. line, waiter, pack_numbers(PARKED_NUMBERS, parked.rank, parked.cost, parked.place,
-    parked.overloads, parked.denials, parked.overloaded and 1 or 0, parked.deadline_ms) .. parked.process)
+  lines.remember(line, waiter, parked)
   if not_before_ms and not_before_ms > now then
     call("ZADD", root .. "held_back", not_before_ms, line .. "\31" .. waiter)
     held_changed()
