@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _GOODBYE_S = 1.0
 _GOODBYE_PAUSE_S = 0.05
+_TELL_MS = 5
 
 
 class Heartbeat:
@@ -61,6 +62,8 @@ class Heartbeat:
         self.host: Host = host or NoWorker()
         self.holdings = Holdings(self.process, self.host.worker)
         self.waiting = False
+        self._told_idle = -1
+        self._next_ms = -1
         rules = published().rules
         self.lease_s = rules.lease_ms / 1000
         self.heartbeat_s = rules.heartbeat_ms / 1000
@@ -191,7 +194,8 @@ class Heartbeat:
             holding = self.holdings.admitted(ask, reply, sent_at_s)
         elif ask.confirm:
             self.holdings.drop(ask.lease)
-        self._handle(reply, sent_at_s)
+        is_free = ask.idle >= 0 and reply.status is Status.PARKED  # so is the thread that asked
+        self._handle(reply, sent_at_s, ask.idle + ask.take if is_free else ask.idle)
         if reply.status is not Status.WAITING:
             self.holdings.settled(ask.lease)
         return reply, holding
@@ -228,7 +232,7 @@ class Heartbeat:
         sent_at_s = time.monotonic()
         reply: Reply = yield finish
         holding = self.holdings.drop(finish.lease)
-        self._handle(reply, sent_at_s)
+        self._handle(reply, sent_at_s, finish.idle)
         self.holdings.settled(finish.lease)
         if holding is not None and holding.stolen:
             return replace(reply, status=Status.STOLEN)
@@ -315,11 +319,12 @@ class Heartbeat:
         leaving = self._leaving
         idle = 0 if leaving else self.host.idle()
         leases, outstanding = self.holdings.named()
+        in_hand = self.holdings.in_hand()
         return Beat(
             process=self.process,
             id=new_id(),
             number=next(self._numbers),
-            take=0 if leaving else max(idle - self.holdings.coming(), extra),
+            take=0 if leaving else max(idle - self.holdings.coming(), min(extra, self.host.threads() - in_hand), 0),
             idle=idle,
             queues=() if leaving else self.host.queues(),
             worker=self.host.worker,
@@ -332,8 +337,8 @@ class Heartbeat:
 
     def _send(self, beat: Beat) -> tuple[Held, ...]:
         sent_at_s = time.monotonic()
-        self.holdings.expect(beat.id, beat.take)
         try:
+            self.holdings.expect(beat.id, beat.take)
             reply = self.store.beat(beat)
             if reply.status is Status.UNCONFIGURED:
                 self.configure()
@@ -342,16 +347,36 @@ class Heartbeat:
             if reply.stolen:
                 self.holdings.mark_stolen(reply.stolen)
                 events.warning("guard.message_taken_over", leases=len(reply.stolen))
-            self._handle(reply, sent_at_s)
-            if self.waiting and not self._leaving and self.host.idle() > self.holdings.coming() - beat.take:
-                self.poke()  # a thread has become idle since the beat was made, and nobody else says so
+            self._handle(reply, sent_at_s, beat.idle)
         finally:
             self.holdings.settled(beat.id)
+        self._look_again()
         return asserts
 
-    def _handle(self, reply: Reply, sent_at_s: float) -> None:
-        """Do what every reply asks for: remember the epoch, set the timer, run what was handed over."""
+    def _look_again(self) -> None:
+        """Beat once more if a thread has become idle since a command was made: nobody else says so."""
+        if self.waiting and not self._leaving and self.host.idle() > self.holdings.coming():
+            self.poke()
+
+    def thread_is_idle(self) -> None:
+        """A thread becomes idle without a command that tells of it: if the store knows of none, it is told soon.
+
+        Otherwise a permit that somebody frees meanwhile would wait for the next beat. Only while somebody waits.
+        """
+        if self._told_idle == 0 and self._next_ms >= 0 and not self._leaving and self.host.idle() > 0:
+            self._beats.beat_in(_TELL_MS)
+
+    def _handle(self, reply: Reply, sent_at_s: float, idle: int = -1) -> None:
+        """Do what every reply asks for: remember the epoch, set the timer, run what was handed over.
+
+        Args:
+            reply: what was answered.
+            sent_at_s: when the command was sent, as monotonic time.
+            idle: how many threads it said were idle, -1 for nothing.
+        """
         self._note(reply)
+        if idle >= 0:
+            self._told_idle = max(0, idle - len(reply.takes))
         if reply.takes:
             new = [take for take in reply.takes if self.holdings.is_new(take.lease)]  # I11: a repeated answer
             self.host.deliver([(take, self.holdings.taken(take, sent_at_s)) for take in new])
@@ -361,6 +386,7 @@ class Heartbeat:
             self._epoch = reply.epoch
         if reply.waiting >= 0:
             self.waiting = reply.waiting == 1
+        self._next_ms = reply.next_ms
         if reply.next_ms >= 0:
             self._beats.beat_in(reply.next_ms)
         if not self._available:
@@ -375,6 +401,7 @@ class Heartbeat:
             reply = self.store.finish(command) if isinstance(command, Finish) else self.store.operate(command)
             self._handle(reply, sent_at_s)
             self.holdings.sent(command)
+            self._look_again()
 
     def _unavailable(self, exc: StoreUnavailable) -> None:
         if self._available:

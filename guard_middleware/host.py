@@ -21,6 +21,10 @@ class Host(Protocol):
         """How many threads could run a message now, those already asked for not counted."""
         ...
 
+    def threads(self) -> int:
+        """How many threads can run messages at all."""
+        ...
+
     def queues(self) -> tuple[tuple[str, str], ...]:
         """The queues consumed now, as (namespace, queue)."""
         ...
@@ -40,6 +44,10 @@ class NoWorker:
     worker = ""
 
     def idle(self) -> int:
+        """No message can be handed over."""
+        return 0
+
+    def threads(self) -> int:
         """No message can be handed over."""
         return 0
 

@@ -162,7 +162,7 @@ class Delivery:
     def _taking(self, finish: Finish) -> Finish:
         if self._heartbeat.leaving:
             return finish
-        take = self._turns.ends()
+        take = self._turns.ends(finish.lease)
         return replace(finish, take=take, idle=self._member.idle())
 
     @property

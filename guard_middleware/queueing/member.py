@@ -109,7 +109,11 @@ class Member:
         """
         if self.heartbeat.leaving:
             return 0
-        return private.idle_threads(self.dramatiq_worker, self.turns.in_message, ending=len(self.turns.ending))
+        return private.idle_threads(self.dramatiq_worker, self.turns.in_message, self.turns.ending)
+
+    def threads(self) -> int:
+        """Worker threads that can run messages, whatever they do now."""
+        return private.threads_beside(self.dramatiq_worker)
 
     def queues(self) -> tuple[tuple[str, str], ...]:
         """The queues into which messages can be taken now."""

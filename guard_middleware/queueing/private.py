@@ -20,7 +20,8 @@ from dramatiq.middleware import AgeLimit, AsyncIO, MiddlewareError, SkipMessage
 from dramatiq.results import Results
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
     from dramatiq import Broker, Worker
 
@@ -179,27 +180,31 @@ def decode(payload: bytes) -> MessageProxy:
     return MessageProxy(Message.decode(payload))
 
 
-def idle_threads(worker: Worker, in_message: Collection[int | None], *, ending: int = 0) -> int:
+def idle_threads(
+    worker: Worker, in_message: AbstractSet[int | None] = frozenset(), ending: AbstractSet[int | None] = frozenset()
+) -> int:
     """How many worker threads could begin a message now, those that what was fetched will need not counted.
 
     A task is unfinished from the moment it is put into the work queue until its message has been acked; for good, if
-    its thread died in between.
+    its thread died in between. Where one did, those that live and what is queued are counted instead, although a task
+    is neither for a moment.
 
     Args:
         worker: whose threads.
         in_message: ids of the threads that have begun with a message and not acked it.
-        ending: how many of the unfinished messages are about to end.
+        ending: ids of those among them that are about to be idle.
     """
-    able = 0
+    able = busy = 0
     for thread in worker.workers:
-        if not thread.is_alive():
-            ending += thread.ident in in_message
-        elif thread.running and not thread.paused:
+        if thread.is_alive() and thread.running and not thread.paused:
             able += 1
-    return max(0, able - max(0, worker.work_queue.unfinished_tasks - ending))
+            busy += thread.ident in in_message and thread.ident not in ending
+    if all(thread.is_alive() for thread in worker.workers):
+        return max(0, able - max(0, worker.work_queue.unfinished_tasks - len(ending)))
+    return max(0, able - busy - worker.work_queue.qsize())
 
 
-def threads_beside(worker: Worker, busy: Collection[int | None]) -> int:
+def threads_beside(worker: Worker, busy: AbstractSet[int | None] = frozenset()) -> int:
     """How many worker threads could begin a message, those with these ids not counted."""
     return sum(
         thread.ident not in busy and thread.is_alive() and thread.running and not thread.paused

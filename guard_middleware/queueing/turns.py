@@ -98,6 +98,7 @@ class Turns:
             self._let_go_of(ident)
         self.in_message.add(ident)
         self.ending.discard(ident)
+        self._asked.discard(ident)  # an ack that failed has left them there
         if current_delivery() is not None:
             set_current_delivery(None)
             set_current(None)
@@ -328,14 +329,27 @@ class Turns:
         """This thread is done with its message: it was perhaps notified of another while no thread was idle."""
         ident = threading.get_ident()
         self._take_for(ident)
+        self._heartbeat.thread_is_idle()
         self.in_message.discard(ident)
         self.ending.discard(ident)
         self._asked.discard(ident)
 
-    def ends(self) -> int:
-        """The calling thread is about to be idle. Returns how many messages to take for it: one, or none."""
+    def ends(self, lease: str) -> int:
+        """The calling thread is about to be idle.
+
+        Args:
+            lease: whose finish may bring it the next message.
+
+        Returns:
+            How many messages to take for it: one, or none.
+        """
+        holdings = self._heartbeat.holdings
+        holdings.expect(lease, 1)  # first, or a beat takes for this thread, too
         self._note_end(threading.get_ident())
-        return int(self._has_room())
+        if self._has_room(mine=1):
+            return 1
+        holdings.expect(lease)
+        return 0
 
     def _note_end(self, ident: int) -> None:
         if ident in self.in_message:  # else another middleware has skipped the message before the guard saw it
@@ -347,13 +361,13 @@ class Turns:
             self._asked.add(ident)
             self._heartbeat.poke(extra=1)
 
-    def _has_room(self) -> bool:
-        """Whether more threads could begin soon than there are messages that need one.
+    def _has_room(self, mine: int = 0) -> bool:
+        """Whether more threads could begin soon than there are messages that need one, `mine` not counted.
 
         Otherwise the process would hold permits under which nobody runs.
         """
         soon_idle = private.threads_beside(self.member.dramatiq_worker, self.in_message - self.ending)
-        return self._heartbeat.holdings.in_hand() < soon_idle
+        return self._heartbeat.holdings.in_hand() - mine < soon_idle
 
     def _give_up(self, proxy: MessageProxy, taken: Holding) -> None:
         """Another middleware ended a taken message before the guard saw it."""

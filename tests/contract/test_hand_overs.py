@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
+from dramatiq.middleware import Middleware, TimeLimitExceeded
 
 from guard_middleware import Guard, GuardSettings, current_permit
 from guard_middleware.core.commands import Action, Operate
@@ -109,3 +111,96 @@ def test_process_that_does_not_know_the_fallback_leaves_its_permits_to_those_who
     bench.wait_idle()
     newer.close()
     assert set(bench.counts().values()) == {1}
+
+
+def test_thread_that_ends_unguarded_work_has_at_once_what_becomes_free_after(make_bench):
+    """The store was told that nobody is idle, and nothing guarded ends here that would tell it otherwise."""
+    # Given a worker that beat while its only thread was busy with something else, and a message that waits
+    bench = make_bench(heartbeat_s=8.0)
+    gate = bench.gate()
+    work = bench.actor(lambda: None, actor_name="work")
+    other = bench.actor(lambda: gate.wait(20), actor_name="other", model=None)
+    bench.start(threads=1)
+    with bench.full():
+        message = work.send()
+        bench.wait_parked(1)
+        other.send()
+        wait_until(lambda: bench.begun, 5)
+        bench.member.heartbeat.beat()
+        assert bench.snapshot().processes[bench.member.heartbeat.process] == 0
+        # When the thread is idle again, and then the permit is freed elsewhere
+        gate.set()
+        wait_until(lambda: bench.snapshot().processes[bench.member.heartbeat.process] == 1, 5)
+    # Then the message has it, long before the next beat
+    bench.wait_ended(message, timeout_s=4)
+    bench.wait_idle()
+
+
+def test_threads_that_end_while_a_beat_is_slow_take_one_message_each(make_bench, monkeypatch):
+    """What they have asked for meanwhile does not pile up: one thread does not hold thirty permits."""
+    # Given one thread, messages that wait for permits that are free, and a beat that lasts
+    bench = make_bench(models={"chat": {"max_concurrent_requests": 30, "reserve": 0}}, heartbeat_s=8.0)
+    gate, slow, beats, taken = bench.gate(), bench.gate(), [], []
+    work = bench.actor(lambda: gate.wait(20), actor_name="work")
+    other = bench.actor(lambda: None, actor_name="other", model=None)
+    bench.start(threads=1)
+    bench.pause()
+    messages = [work.send() for _ in range(20)]
+    bench.wait_parked(20)
+    store = bench.member.heartbeat.store
+    sound = store.beat
+
+    def beat(command):
+        beats.append(command)
+        slow.wait(20)
+        reply = sound(command)
+        taken.append(len(reply.takes))
+        return reply
+
+    monkeypatch.setattr(store, "beat", beat)
+    monkeypatch.setattr(bench.member, "idle", lambda: 0)  # it was composed while the thread was busy
+    bench.member.heartbeat.poke()
+    wait_until(lambda: beats, 5)
+    monkeypatch.setattr(bench.member.heartbeat, "waiting", True)
+    # When the thread ends message after message meanwhile
+    bench.resume()
+    bench.wait_ended(*[other.send() for _ in range(15)])
+    slow.set()
+    # Then it takes one
+    wait_until(lambda: sum(taken) > 0, 5)
+    monkeypatch.undo()
+    assert max(taken) == 1, [(command.idle, command.take) for command in beats]
+    gate.set()
+    bench.wait_ended(*messages)
+    bench.wait_idle()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_thread_that_dies_while_it_acks_leaves_the_count_of_the_others_right(make_bench, when):
+    """Its task is unfinished for ever: the others are counted one by one."""
+    # Given two threads, of which one dies in the hooks of its ack, on this or that side of the guard
+    dying = threading.Event()
+
+    class Deadly(Middleware):
+        def after_ack(self, broker, message):
+            if message.actor_name == "last":
+                dying.set()
+                raise TimeLimitExceeded
+
+    deadly = Deadly()
+    bench = make_bench(**{"after" if when == "before" else "before": [deadly]})
+    work = bench.actor(lambda: None, actor_name="work")
+    last = bench.actor(lambda: None, actor_name="last", model=None)
+    worker = bench.start(threads=2)
+    last.send()
+    assert dying.wait(5)
+    wait_until(lambda: sum(one.is_alive() for one in worker.workers) == 1, 5)
+    # When a message waits, Then the other thread is known to be idle, and has it as soon as it may
+    wait_until(lambda: bench.member.idle() == 1, 5)
+    with bench.full():
+        message = work.send()
+        bench.wait_parked(1)
+    bench.wait_ended(message)
+    assert bench.count_of(message) == (1, 1)
+    wait_until(lambda: bench.leases() == 0, 5)

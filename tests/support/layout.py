@@ -244,15 +244,17 @@ def the_workers_threads_and_consumers_are_as_expected(world: World) -> None:
         wait_until(lambda: private.consumed_queues(worker) == ("q",), 5)
         assert isinstance(private.consumer_of(worker, "q"), dramatiq_worker.ConsumerThread)
         assert private.consumer_of(worker, "other") is None
-        wait_until(lambda: private.idle_threads(worker, ()) == 2, 5)
+        wait_until(lambda: private.idle_threads(worker) == 2, 5)
         world.send()
         wait_until(lambda: inside == [True], 5)
-        assert private.idle_threads(worker, ()) == 1
-        assert private.idle_threads(worker, (), ending=1) == 2
+        assert private.idle_threads(worker) == 1
+        assert private.idle_threads(worker, {1}, {1}) == 2
         gate.set()
-        wait_until(lambda: private.idle_threads(worker, ()) == 2, 5)
+        wait_until(lambda: private.idle_threads(worker) == 2, 5)
+        assert private.threads_beside(worker) == 2
+        assert private.threads_beside(worker, {worker.workers[0].ident}) == 1
         worker.pause()
-        assert private.idle_threads(worker, ()) == 0
+        assert private.idle_threads(worker) == private.threads_beside(worker) == 0
         assert private.consumed_queues(worker) == ()
         worker.resume()
 
