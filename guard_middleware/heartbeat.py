@@ -47,7 +47,15 @@ _TELL_MS = 5
 
 
 class Heartbeat:
-    """The commands and the beats of one process, with what must accompany each: ids, holdings, resending."""
+    """The commands and the beats of one process, with what must accompany each: ids, holdings, resending.
+
+    Attributes:
+        process: id of this process.
+        host: whom it serves.
+        holdings: what this process holds.
+        somebody_waits: anywhere, as the last reply said.
+        waiting: a waiter that this process could run would go if it had an idle thread, as the last reply that told said.
+    """
 
     def __init__(
         self,
@@ -61,9 +69,9 @@ class Heartbeat:
         self.store = store
         self.host: Host = host or NoWorker()
         self.holdings = Holdings(self.process, self.host.worker)
+        self.somebody_waits = False
         self.waiting = False
         self._told_idle = -1
-        self._next_ms = -1
         rules = published().rules
         self.lease_s = rules.lease_ms / 1000
         self.heartbeat_s = rules.heartbeat_ms / 1000
@@ -363,7 +371,7 @@ class Heartbeat:
 
         Otherwise a permit that somebody frees meanwhile would wait for the next beat. Only while somebody waits.
         """
-        if self._told_idle == 0 and self._next_ms >= 0 and not self._leaving and self.host.idle() > 0:
+        if self._told_idle == 0 and not self._leaving and self.host.idle() > 0:
             self._beats.beat_in(_TELL_MS)
 
     def _handle(self, reply: Reply, sent_at_s: float, idle: int = -1) -> None:
@@ -386,7 +394,7 @@ class Heartbeat:
             self._epoch = reply.epoch
         if reply.waiting >= 0:
             self.waiting = reply.waiting == 1
-        self._next_ms = reply.next_ms
+        self.somebody_waits = reply.next_ms >= 0
         if reply.next_ms >= 0:
             self._beats.beat_in(reply.next_ms)
         if not self._available:

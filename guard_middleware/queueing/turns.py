@@ -302,7 +302,8 @@ class Turns:
         self._note_end(ident)
         turn = self._turns.get(ident)
         if turn is None and current_delivery() is None and private.handed_over(proxy) is None:  # not guarded
-            self._take_for(ident)
+            if self._heartbeat.somebody_waits:
+                self._take_for(ident)
             return
         if exception is not None and turn is not None and not private.is_elsewhere(proxy):
             self._resolve(proxy, turn)
@@ -328,11 +329,12 @@ class Turns:
     def acked(self) -> None:
         """This thread is done with its message: it was perhaps notified of another while no thread was idle."""
         ident = threading.get_ident()
-        self._take_for(ident)
-        self._heartbeat.thread_is_idle()
+        if self._heartbeat.somebody_waits:
+            self._take_for(ident)
+            self._heartbeat.thread_is_idle()
+            self._asked.discard(ident)
         self.in_message.discard(ident)
         self.ending.discard(ident)
-        self._asked.discard(ident)
 
     def ends(self, lease: str) -> int:
         """The calling thread is about to be idle.
