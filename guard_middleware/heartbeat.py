@@ -54,7 +54,7 @@ class Heartbeat:
         host: whom it serves.
         holdings: what this process holds.
         somebody_waits: anywhere, as the last reply said.
-        waiting: a waiter that this process could run would go if it had an idle thread, as the last reply that told said.
+        waiting: one that this process could run would go if it had an idle thread, as the last reply that told said.
     """
 
     def __init__(
