@@ -333,7 +333,7 @@ def test_the_first_failure_is_raised_when_the_running_calls_have_ended_and_nothi
     assert counter.begun == counter.ended
     assert len(counter.begun) == 2
     assert 0.7 <= took_s < 2.5 < HEARTBEAT_S
-    wait_until(lambda: one.truth.waiting() == 0, 1)
+    wait_until(lambda: one.truth.waiting() == 0, AT_ONCE_S)
     assert set(one.truth.leases()) == {held.lease}
     held.release()
 
@@ -353,7 +353,7 @@ def test_workers_in_line_give_up_at_once_when_another_one_fails(scene, fan):
         fan.out(one.guard, fan.fn(body, lambda _: 0.5), range(20), model="chat", timeout=60)
     assert time.monotonic() - begun_s < 2.5 < HEARTBEAT_S
     assert waiting == [3]
-    wait_until(lambda: one.truth.waiting() == 0, 1)
+    wait_until(lambda: one.truth.waiting() == 0, AT_ONCE_S)
     assert len(one.truth.leases()) == 3
     for permit in held:
         permit.release()
@@ -366,7 +366,7 @@ def test_a_call_that_gets_no_permit_in_time_ends_the_fan_out(scene, fan):
     with pytest.raises(AdmissionDenied) as caught:
         fan.out(one.guard, fan.fn(str, lambda _: 0), range(5), model="chat", timeout=0.3)
     assert caught.value.reason == "endpoint_full"
-    wait_until(lambda: one.truth.waiting() == 0, 1)
+    wait_until(lambda: one.truth.waiting() == 0, AT_ONCE_S)
     held.release()
 
 
@@ -397,7 +397,7 @@ def test_a_cancelled_fan_out_leaves_nothing_and_its_threads_hold_their_permits_t
 
     asyncio.run(whole())
     assert len(counter.begun) == 2
-    wait_until(lambda: one.truth.waiting() == 0, 1)
+    wait_until(lambda: one.truth.waiting() == 0, AT_ONCE_S)
     held.release()
 
 
@@ -439,10 +439,10 @@ def test_the_ambient_priority_is_that_of_each_call(scene, fan):
 def test_interactive_callers_go_ahead_of_a_saturating_background_fan_out(deploy, client, name):
     """The reserve is free for the first at once; the second has the next release; background never touches the reserve."""
     deployment, fan = serving(deploy, 4, reserve=1), FANS[name]
-    guard, fn = deployment.guard, asking(client, fan, ms=400)
-    interactive = asking(client, FANS["map_concurrent_sync of functions"], ms=1_000)
+    guard, fn = deployment.guard, asking(client, fan, ms=1_500)
+    interactive = asking(client, FANS["map_concurrent_sync of functions"], ms=2_500)
     background = threading.Thread(
-        target=fan.out, args=(guard, fn, range(9)), kwargs={"model": "chat", "priority": "background_ingestion"}
+        target=fan.out, args=(guard, fn, range(6)), kwargs={"model": "chat", "priority": "background_ingestion"}
     )
     background.start()
     wait_until(lambda: deployment.server.stats()["chat"].in_flight == 3, 10)
@@ -453,8 +453,10 @@ def test_interactive_callers_go_ahead_of_a_saturating_background_fan_out(deploy,
 
     threads = [threading.Thread(target=urgent, args=(f"urgent {number}",)) for number in range(2)]
     threads[0].start()
-    wait_until(lambda: deployment.server.stats()["chat"].in_flight == 4, 0.35)
+    wait_until(lambda: deployment.server.stats()["chat"].in_flight == 4, 10)
     threads[1].start()
+    wait_until(lambda: guard.snapshot().endpoints["chat"].waiting.get(0), 10)
+    assert deployment.server.stats()["chat"].statuses == {}, "the machine is too slow: a call has ended meanwhile"
     for thread in [*threads, background]:
         thread.join(20)
     calls = deployment.calls()
@@ -463,8 +465,8 @@ def test_interactive_callers_go_ahead_of_a_saturating_background_fan_out(deploy,
     assert names.index("urgent 0") == 3
     assert names.index("urgent 1") == 4
     first_end = min(one.t_end for one in calls[:3])
-    assert first_end <= calls[4].t_start < first_end + 0.3
-    assert len(calls) == 11
+    assert first_end <= calls[4].t_start < first_end + 1
+    assert len(calls) == 8
     stats = deployment.server.stats()["chat"]
     assert stats.most_in_flight <= 4
     assert stats.most_by_priority["background_ingestion"] == 3
