@@ -194,12 +194,14 @@ def idle_threads(
         in_message: ids of the threads that have begun with a message and not acked it.
         ending: ids of those among them that are about to be idle.
     """
-    able = busy = 0
+    able = busy = dead = 0
     for thread in worker.workers:
-        if thread.is_alive() and thread.running and not thread.paused:
+        if not thread.is_alive():
+            dead += 1
+        elif thread.running and not thread.paused:
             able += 1
             busy += thread.ident in in_message and thread.ident not in ending
-    if all(thread.is_alive() for thread in worker.workers):
+    if not dead:
         return max(0, able - max(0, worker.work_queue.unfinished_tasks - len(ending)))
     return max(0, able - busy - worker.work_queue.qsize())
 
