@@ -69,6 +69,7 @@ def acquire(
         StoreUnavailable: the store gave no answer in time.
     """
     pauses, reply = Pauses(), Reply(status=Status.REFUSED)
+    withdraw = Operate(action=Action.WITHDRAW, target=ask.lease)
     try:
         while not (heartbeat.leaving or (call_off is not None and call_off.over)):
             try:
@@ -86,14 +87,15 @@ def acquire(
                 break
             yield Hear(min(left_s, heartbeat.heartbeat_s))
         if ask.wait:  # before it is denied, so that who looks then finds nothing of it
-            yield from heartbeat.withdrawing(ask.lease)
+            yield from heartbeat.operating(withdraw)
+            heartbeat.holdings.settled(ask.lease)
     except GeneratorExit:  # thrown away: this may be the garbage collector, so no lock is taken
-        heartbeat.give_up(Operate(action=Action.WITHDRAW, target=ask.lease))
+        heartbeat.give_up(withdraw)
         raise
     except BaseException as exc:
         # Where nothing waits, wrong configuration leaves nothing; all else may be in the line, or have a lease by now.
         if ask.wait or not isinstance(exc, ConfigurationError):
-            heartbeat.operate_later(Operate(action=Action.WITHDRAW, target=ask.lease))
+            heartbeat.operate_later(withdraw)
         heartbeat.abandon(ask.lease)
         raise
     _deny(ask, reply, priority)

@@ -212,18 +212,15 @@ class Heartbeat:
         """Ask once, in this thread: see `asking`."""
         return perform(self.asking(ask), self.carry_out)
 
-    def withdrawing(self, lease: str) -> Generator[Step, Any, None]:
-        """Take a waiting caller out of the line and give back what it was given; if that fails, a beat does it."""
-        withdraw = Operate(action=Action.WITHDRAW, target=lease)
+    def operating(self, operation: Operate) -> Generator[Step, Any, None]:
+        """Operate now. If that cannot be done, or the process leaves and waits for nothing any more, a beat does it."""
+        if self._leaving:
+            return self.operate_later(operation)
         sent_at_s = time.monotonic()
         try:
-            if self._leaving:  # nobody waits for a store that may be away; the goodbye does as much
-                self.operate_later(withdraw)
-            else:
-                self._handle((yield withdraw), sent_at_s)
+            self._handle((yield operation), sent_at_s)
         except StoreUnavailable:
-            self.operate_later(withdraw)
-        self.holdings.settled(lease)
+            self.operate_later(operation)
 
     def abandon(self, command_id: str) -> None:
         """Stop waiting for a command: whatever it was given goes back with the next beat."""
