@@ -338,12 +338,15 @@ def test_threads_share_a_store(side):
     """Each has a connection of its own while it asks; afterwards they are kept for whoever comes."""
     side.store.operate(Operate(action=Action.OVERRIDE, target=ENDPOINT, value=8))
     replies = []
-    threads = [threading.Thread(target=lambda: replies.append(side.ask(f"l-{id(object())}"))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda lease=f"l-{number}": replies.append(side.ask(lease))) for number in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(replies) == len(threads)
+    assert [one.status for one in replies] == [Status.ADMITTED] * len(threads)
+    assert side.store.snapshot().endpoints[ENDPOINT].in_flight == len(threads)
     assert 1 <= len(side.store._idle) <= len(threads)
 
 

@@ -541,7 +541,7 @@ class Slow(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request):
         self.begun.set()
         if not self.body:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()  # for ever
         return httpx.Response(200, stream=Stream(b"a", 60.0))
 
 
