@@ -317,3 +317,20 @@ def trip(world, endpoint="e", process="p", retry_after_ms=0):
 def without_clock(reply):
     """A reply without the fields that tell time."""
     return replace(reply, next_ms=0, retry_after_ms=0)
+
+
+def full(ceiling=1, **more):
+    """A world whose only endpoint is full, and the calls that fill it."""
+    world = World(spec(ceiling=ceiling), **more)
+    return world, fill(world, ceiling)
+
+
+def serve_all(world, running, process="p"):
+    """End one call after the other, each by the thread that then takes; the order in which messages came."""
+    order = []
+    while running:
+        reply = world.finish(running.pop(0), take=1, idle=1)
+        for take in reply.takes:
+            order.append(take.message_id)
+            running.append(world.calls(process)[take.message_id])
+    return order
